@@ -121,9 +121,9 @@ def fake_server(first_token_s: float = 0.02, step_s: float = 0.005, num_together
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(120)
     try:
         yield fake
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(120)

@@ -55,7 +55,7 @@ async def _exchange(pieces: list[bytes], then_close: bool = False) -> tuple[Http
         connection.data_received(piece)
     if then_close:
         connection.connection_lost(None)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await task
     return connection, b"".join(body)
 

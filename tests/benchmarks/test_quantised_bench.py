@@ -92,7 +92,7 @@ def test_a_piece_that_hangs_ends_with_all_that_it_started_and_leaves_its_figures
     assert line["workload"] == CUT
     assert line["step_1_ms"] == 2.0
     assert record.of("steps-fp8") is None, "it is to be measured again"
-    until_s = time.monotonic() + 30.0
+    until_s = time.monotonic() + 120.0
     while _is_alive(line["pid"]):
         assert time.monotonic() < until_s, "a process of the piece is left"
         time.sleep(0.05)

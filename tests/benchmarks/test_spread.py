@@ -56,7 +56,7 @@ def test_requests_reach_every_server(tmp_path: Path) -> None:
     try:
         urls = [f"http://127.0.0.1:{made.server_port}" for made in servers]
         with spread(urls, tmp_path) as url:
-            answers = {urlopen(f"{url}/health", timeout=10).read().decode() for _ in range(8)}
+            answers = {urlopen(f"{url}/health", timeout=120).read().decode() for _ in range(8)}
         assert answers == {"a", "b"}
     finally:
         for made in servers:
@@ -81,5 +81,5 @@ def test_vllm_has_a_server_for_each_card_and_requests_reach_both(tmp_path: Path)
     loads = {workload.name: workload for workload in WORKLOADS}
     place = Place(tmp_path, tmp_path, tmp_path, loads, tmp_path / "site", 1, 3, (), {}, lambda seconds: True)
     with running(ServedPiece("pair-vllm", None, 60.0, (), num_cards=2), place) as url:
-        answers = {urlopen(f"{url}/health", timeout=10).read() for _ in range(8)}
+        answers = {urlopen(f"{url}/health", timeout=120).read() for _ in range(8)}
     assert len(answers) == 2

@@ -32,8 +32,8 @@ async def test_tokens_arrive_in_order_and_are_counted() -> None:
     engine.start()
     spec = GenerationSpec((42, 7), (0,), 5, frozenset(), SamplingParams(temperature=0.0))
     call = GenerateCall("r", spec, 10.0, receiver.address, None)
-    reply = await asyncio.wait_for(asyncio.wrap_future(engine.generate(call)), 60)
-    async with asyncio.timeout(60):
+    reply = await asyncio.wait_for(asyncio.wrap_future(engine.generate(call)), 120)
+    async with asyncio.timeout(120):
         while not frames or not any(item.finish_reason for item in frames[-1].tokens):
             await asyncio.sleep(0.001)
     await receiver.stop()

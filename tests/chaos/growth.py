@@ -94,7 +94,7 @@ def _num_files(pid: int) -> int:
 
 def _num_series(server: RunningServer) -> float | None:
     try:
-        text = httpx.get(f"{server.url}/metrics", timeout=30).text
+        text = httpx.get(f"{server.url}/metrics", timeout=120).text
     except httpx.TransportError:
         return None
     return float(sum(1 for line in text.splitlines() if line and line[0] != "#"))

@@ -30,7 +30,7 @@ def running_redis(program: str, folder: Path) -> Iterator[str]:
     with (folder / "redis.log").open("wb") as log:
         process = subprocess.Popen([*command, "--dir", str(folder)], stdout=log, stderr=subprocess.STDOUT)
     try:
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 120.0
         while b"ready to accept connections" not in (said := (folder / "redis.log").read_bytes().lower()):
             assert process.poll() is None, said
             assert time.monotonic() < deadline_s, said
@@ -38,4 +38,4 @@ def running_redis(program: str, folder: Path) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)

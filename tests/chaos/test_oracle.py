@@ -154,7 +154,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_killed_one_is_gone(child: subprocess.Popen[bytes]) -> None:
     assert "gone" in faults.killed("decode")(SERVER).evidence
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(120) == -signal.SIGKILL
 
 
 def test_a_frozen_one_has_stood_still_and_goes_on(child: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ from tests.simulated_cluster.virtual_time import GoesRound, NothingToDo, Virtual
 
 _PACKAGES = ("cluster", "replicas", "scheduler", "tests.cluster")
 ROUNDING_S = 1e-6  # of a difference of two times
-_PATIENCE_S = 30.0  # of real time, with no timer to go on to
+_PATIENCE_S = 120.0  # of real time, with no timer to go on to
 _MOST_TURNS_AT_ONCE = 100_000  # of the loop, while time stands still: more, and something goes round for ever
 _LONGEST_S = 100_000.0  # in one test: more, and somebody waits for ever beside what comes round by the clock
 

@@ -47,7 +47,7 @@ from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
 
 HOST = "127.0.0.1"
-WAIT_S = 20.0
+WAIT_S = 120.0
 SAMPLING = SamplingParams(0.5, 3, 0.9, 1 << 63, logit_bias=((4, -1.5),), bad_words=((1, 2), (3,)), num_logprobs=4)
 BEAM = BeamParams(2, early_stopping="never")
 SPEC = GenerationSpec((5, 6, 49151), (0, 1), 7, frozenset({2, 9}), SAMPLING, -3, "c", 1, BEAM, 2)
@@ -297,7 +297,7 @@ from replicas.messages import GenerateCall
 server = CallServer("127.0.0.1", Decoder(GenerateCall), lambda call: print("taken", flush=True) or Future(), print)
 server.start()
 print(server.address.endpoint, server.address.public_key, flush=True)
-time.sleep(100)
+time.sleep(600)
 """
 
 

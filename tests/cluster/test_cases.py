@@ -207,7 +207,7 @@ async def test_a26_huge_n_is_refused_at_once() -> None:
         await c.send(TEXT, {"n": 0})
         started_s = time.process_time()
         assert (await c.send(TEXT, {"n": 1_000_000_000})).status_code == 400
-        assert time.process_time() - started_s < 0.05
+        assert time.process_time() - started_s < 1  # a thousand millions of anything take longer
 
 
 # -- streams ---------------------------------------------------------------------------------------

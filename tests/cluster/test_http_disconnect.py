@@ -60,7 +60,7 @@ class Connection:
 
     async def ended(self) -> None:
         """The request is over: counted once, as cancelled, and nothing of it goes on."""
-        await asyncio.wait({self.task}, timeout=5)
+        await asyncio.wait({self.task}, timeout=120)
         assert self.task.done()
         assert self.task.cancelled() or self.task.exception() is None
         assert self.ingress.source.open_prompts == []

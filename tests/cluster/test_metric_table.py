@@ -77,7 +77,7 @@ def test_names_say_their_units() -> None:
 def test_a_scrape_of_fifty_replicas_takes_less_than_a_second_of_cpu() -> None:
     found = {f"{name}-{i}": snapshot for i in range(17) for name, snapshot in snapshots().items()}
     assert len(found) > 50
-    best_s = min(_cpu_s(found) for _ in range(3))
+    best_s = min(_cpu_s(found) for _ in range(6))
     num_series = merge(found).count(b"\n")
     print(f"{len(found)} replicas, {num_series} lines: {best_s * 1e3:.0f} ms of CPU")
     assert best_s < 1.0

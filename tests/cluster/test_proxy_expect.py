@@ -70,8 +70,8 @@ def server() -> Iterator[tuple[str, int]]:
 
 
 def test_a_refusal_by_the_head_comes_without_go_on(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_expect, "PATIENCE_S", 30.0)  # the machine may be slow
-    with socket.create_connection(server, timeout=60) as link:
+    monkeypatch.setattr(proxy_expect, "PATIENCE_S", 120.0)  # the machine may be slow
+    with socket.create_connection(server, timeout=120) as link:
         link.sendall(HEAD % b"/refused")
         received = b"".join(iter(lambda: link.recv(65_536), b""))
     assert received.startswith(b"HTTP/1.1 413 ")
@@ -83,7 +83,7 @@ def test_who_is_not_refused_is_told_to_go_on_and_may_ask_again(
     server: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy_expect, "PATIENCE_S", 0.1)
-    with socket.create_connection(server, timeout=60) as link, link.makefile("rb") as answers:
+    with socket.create_connection(server, timeout=120) as link, link.makefile("rb") as answers:
         for body in (b"first", b"again"):
             link.sendall(HEAD % b"/read")
             assert [answers.readline(), answers.readline()] == [b"HTTP/1.1 100 Continue\r\n", b"\r\n"]
@@ -96,6 +96,6 @@ def test_who_is_not_refused_is_told_to_go_on_and_may_ask_again(
 
 def test_others_do_not_wait(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_expect, "PATIENCE_S", 3600.0)
-    with socket.create_connection(server, timeout=60) as link:
+    with socket.create_connection(server, timeout=120) as link:
         link.sendall((HEAD % b"/read").replace(b"Expect", b"X-Expect") + b"whole")
         assert link.recv(65_536).startswith(b"HTTP/1.1 200 OK")

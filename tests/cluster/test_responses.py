@@ -288,7 +288,7 @@ async def test_a_client_that_goes_ends_the_work() -> None:
 
     scope = {"type": "http", "asgi": {"version": "3.0"}, "method": "POST", "path": PATH, "headers": [],
              "query_string": b"", "http_version": "1.1", "scheme": "http", "raw_path": PATH.encode()}  # fmt: skip
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await ingress.app()(scope, receive, send)
     assert ingress.source.open_prompts == []
     assert ingress.num_in_flight == 0

@@ -37,7 +37,7 @@ def signals() -> Iterator[StopSignals]:
 def test_the_first_signal_asks_and_the_second_insists(signals: StopSignals, number: int) -> None:
     assert not signals.requested.is_set()
     os.kill(os.getpid(), number)
-    assert signals.requested.wait(1.0)
+    assert signals.requested.wait(60.0)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
 

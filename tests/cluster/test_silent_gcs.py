@@ -16,7 +16,7 @@ from cluster.routing import actor_death
 from cluster.routing.actor_death import has_died
 from cluster.serving.serve_address import warn_if_elsewhere
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 async def targets() -> None:

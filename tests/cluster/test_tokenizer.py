@@ -122,7 +122,7 @@ def test_a38_hopelessly_long_text_is_refused_without_encoding_it(tokenizer: Toke
         tokenizer.apply_chat_template(user(text), max_tokens=8192)
     with pytest.raises(ApiError, match="far too long"):
         tokenizer.encode_prompt(text, max_tokens=8192)
-    assert time.process_time() - started < 2  # encoding it takes a minute
+    assert time.process_time() - started < 5  # encoding it takes a minute
 
 
 def test_too_long_never_claims_it_wrongly(tokenizer: Tokenizer) -> None:

@@ -27,7 +27,7 @@ from tests.cluster.api_client import CHAT, TEXT
 from tests.cluster.fake_ingress import MODEL, FakeIngress
 from tests.cluster.fake_model import Fault, Phase, Script
 from tests.cluster.fake_pools import FakeCluster
-from tests.cluster.router_rig import Rig, running_router
+from tests.cluster.router_rig import PATIENT, Rig, running_router
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -79,7 +79,7 @@ class Traced:
 async def traced(
     script: Script | None = None, how: str = "ok", ratio: float = 1.0, **router: Any
 ) -> AsyncIterator[Traced]:
-    async with running_router(FakeCluster(), **router) as rig:
+    async with running_router(FakeCluster(), **{**PATIENT, **router}) as rig:
         if script is not None:
             rig.cluster.script = lambda _: script
         found = Traced(rig, Exporter(how), ratio)
@@ -156,7 +156,7 @@ async def test_sampling_asks_the_client_first() -> None:
 
 
 async def test_a_retry_is_another_attempt_in_the_same_trace() -> None:
-    async with running_router(FakeCluster()) as rig:
+    async with running_router(FakeCluster(), **PATIENT) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, "raise"))
         system = Traced(rig, Exporter(), 1.0)
         async with system.http:

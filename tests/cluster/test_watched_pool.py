@@ -13,7 +13,7 @@ from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
 from cluster.routing.watched_pool import WatchedPool
 from replicas.messages import ForgetPeerCall
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class SilentPool(PoolClient):

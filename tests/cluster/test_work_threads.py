@@ -11,19 +11,21 @@ from cluster.api_error import ApiError
 from cluster.text.length import size_up_to
 from cluster.text.work_threads import LONG, SHORT, WorkThreads
 
+PATIENCE_S = 120.0
+
 
 async def test_short_work_passes_long_work() -> None:
     threads, release, running = WorkThreads(), threading.Event(), threading.Semaphore(0)
 
     def hold() -> int:
         running.release()
-        assert release.wait(30)
+        assert release.wait(PATIENCE_S)
         return 1
 
     long = [asyncio.ensure_future(threads.run(LONG + 1, hold)) for _ in range(40)]
     try:
         for _ in range(2):
-            assert await asyncio.to_thread(running.acquire, timeout=30)
+            assert await asyncio.to_thread(running.acquire, timeout=PATIENCE_S)
         assert [await threads.run(LONG, len, "abc") for _ in range(20)] == [3] * 20
         assert not running.acquire(blocking=False), "more than two at a time"
     finally:
@@ -33,7 +35,7 @@ async def test_short_work_passes_long_work() -> None:
 
 async def test_not_any_amount_of_long_work_waits() -> None:
     threads, release = WorkThreads(), threading.Event()
-    long = [asyncio.ensure_future(threads.run(LONG + 1, release.wait, 30)) for _ in range(256)]
+    long = [asyncio.ensure_future(threads.run(LONG + 1, release.wait, PATIENCE_S)) for _ in range(256)]
     await asyncio.sleep(0)
     with pytest.raises(ApiError) as caught:
         await threads.run(LONG + 1, len, "abc")

@@ -185,7 +185,7 @@ class LocalSystem:
     def ledgers(self) -> list[Ledger]:
         return [built.engine.scheduler.ledger() for built in self.engines]
 
-    async def wait_for_baseline(self, timeout_s: float = 60.0) -> None:
+    async def wait_for_baseline(self, timeout_s: float = 120.0) -> None:
         """Return as soon as nothing is held anywhere; fail the test when that takes longer."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:

@@ -281,7 +281,19 @@ def test_a_drafter_that_fails_costs_drafts_only(
 def test_a_drafter_that_hangs_is_a_thread_that_stands_still(
     folder: Path, expected: list[Generated], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The watch ends such a process, and says where it stood; its streams go on elsewhere. (Here it wakes up.)"""
+    """The watch ends such a process, and says where it stood; its streams go on elsewhere. (Here it wakes up.)
+
+    A thread that a disk keeps waiting stands still elsewhere: then again.
+    """
+    stood = list[str]()
+    while not stood or ("self.wakes.wait()" not in stood[-1] and len(stood) < 3):
+        caplog.clear()
+        stood.append(where_it_stood(folder, expected, name, caplog))
+    assert "self.wakes.wait()" in stood[-1]
+
+
+def where_it_stood(folder: Path, expected: list[Generated], name: str, caplog: pytest.LogCaptureFixture) -> str:
+    """What the watch says of an engine whose drafter hangs, once."""
     drafter, codes = HangingDrafter([20], num_before=7), []
 
     def end_process(code: int) -> None:
@@ -299,7 +311,7 @@ def test_a_drafter_that_hangs_is_a_thread_that_stands_still(
         at_rest(system)
     assert len(codes) == 1
     (said,) = [record for record in caplog.records if getattr(record, "event", "") == "engine_frozen"]
-    assert "self.wakes.wait()" in said.getMessage()
+    return said.getMessage()
 
 
 def test_drafts_that_are_no_tokens_are_none(folder: Path, expected: list[Generated]) -> None:

@@ -19,7 +19,7 @@ from tests.engines.local_system import GREEDY
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class CountedRunner:

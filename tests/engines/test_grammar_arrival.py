@@ -23,7 +23,7 @@ from tests.engines.local_system import GREEDY, Generated, LocalSystem, collect
 from tests.engines.tiny_model import save_tiny_model, tiny_settings
 from tests.engines.tiny_tokenizer import END_ID
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 PROMPT = [3, 99, 5, 7, 200, 11]
 ENDS = frozenset({END_ID})
 ABSENT = ChannelAddress("nobody", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode())

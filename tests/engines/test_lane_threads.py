@@ -18,7 +18,7 @@ from replicas.sampling.sampled_tokens import SampledTokens
 from scheduler.lane_split import ALONE
 from scheduler.plan import Slice, StepPlan
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)

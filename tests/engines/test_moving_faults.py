@@ -33,7 +33,7 @@ PHASES = {
     "check_digests": READER,
     "send_confirm": OLD,
 }
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 from tests.golden.golden_set import Golden
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 BAD = "bad"
 ABSENT = ChannelAddress(BAD, "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode())
 

@@ -34,7 +34,7 @@ from tests.engines.local_system import GREEDY, Generated, LocalSystem, collect
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 STEP_TOKENS = 48  # so that prompts come in chunks
 PROMPTS = [[(7 * number + 13 * index) % 500 for index in range(9 + 25 * number)] for number in range(8)]
 SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, seed=number) for number in range(8)]

@@ -23,8 +23,8 @@ from tests.engines.local_system import LocalSystem, touch
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 
-WAIT_S = 30.0
-HANDOFF_S = 120.0  # what the router would wait for one
+WAIT_S = 120.0
+HANDOFF_S = 240.0  # what the router would wait for one
 
 
 @pytest.fixture(scope="module")

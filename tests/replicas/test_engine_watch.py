@@ -11,7 +11,7 @@ import pytest
 
 from replicas.engine.engine_watch import EngineWatch, Progress, StallMeter, Watched, cpu_use
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @contextmanager

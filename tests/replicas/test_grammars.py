@@ -27,6 +27,7 @@ from replicas.grammars.joined_patterns import num_joined_patterns
 from scheduler.grammar import Grammar
 from tests.model_folder import model_folder
 
+PATIENCE_S = 120.0
 VOCAB_SIZE = 49_152
 EOS, IM_END = 0, 2
 
@@ -253,7 +254,7 @@ def test_a_text_is_compiled_once_while_it_is_kept(tokenizer: LLTokenizer) -> Non
     cache = cache_of(tokenizer)
     texts = [grammar_text.choice([name]) for name in "abcd"]
     first = cache.get(texts[0])
-    assert isinstance(first.result(30), CompiledGrammar)
+    assert isinstance(first.result(PATIENCE_S), CompiledGrammar)
     assert cache.get(texts[0]) is first
     for text in texts[1:3]:
         cache.get(text)
@@ -261,7 +262,7 @@ def test_a_text_is_compiled_once_while_it_is_kept(tokenizer: LLTokenizer) -> Non
     cache.get(texts[3])  # texts[1] is the one that nobody has asked for the longest time
     assert cache.get(texts[0]) is first
     assert (cache.counts.hits, cache.counts.misses) == (3, 4)
-    assert cache.get(texts[1]).result(30)
+    assert cache.get(texts[1]).result(PATIENCE_S)
     assert cache.counts.misses == 5
     cache.close()
 
@@ -271,9 +272,9 @@ def test_a_grammar_that_many_follow_has_twins(tokenizer: LLTokenizer, num_thread
     """As many as threads at most; also of those who all wait for it to be compiled."""
     cache = cache_of(tokenizer, num_threads=num_threads)
     grammar = Grammar(grammar_text.any_json_object())
-    compiled = cache.get(grammar.text).result(30)
+    compiled = cache.get(grammar.text).result(PATIENCE_S)
     assert compiled.num_twins == 1
-    begun = [cache.begin(grammar, ()).result(30).of(0) for _ in range(40)]
+    begun = [cache.begin(grammar, ()).result(PATIENCE_S).of(0) for _ in range(40)]
     cache._threads.shutdown(wait=True)
     assert compiled.num_twins == num_threads
     assert {text.twin for text in begun} <= set(range(num_threads))
@@ -298,7 +299,7 @@ def test_texts_begin_where_a_replays_prompt_ends(tokenizer: LLTokenizer) -> None
     grammar = Grammar(grammar_text.choice(["abcdef"]))
     ids = tokenizer.tokenize_str("abcdef")
     anew, replayed = cache.begin(grammar, ()), cache.begin(grammar, ids[:-1])
-    texts = [texts.result(30).of(0).matcher for texts in (anew, replayed)]
+    texts = [texts.result(PATIENCE_S).of(0).matcher for texts in (anew, replayed)]
     assert texts[0] is not None
     assert texts[1] is not None
     assert ids[-1] in allowed(texts[1])
@@ -317,7 +318,7 @@ def test_what_fails_for_another_reason_is_tried_again(tokenizer: LLTokenizer, mo
     with monkeypatch.context() as patched:
         patched.setattr(grammar_cache, "compile_grammar", failing)
         assert isinstance(cache.get(text).exception(30), MemoryError)
-    assert cache.get(text).result(30)
+    assert cache.get(text).result(PATIENCE_S)
     cache.close()
 
 
@@ -325,10 +326,10 @@ def test_large_texts_push_out_small_ones(tokenizer: LLTokenizer) -> None:
     cache = cache_of(tokenizer, max_bytes=5_000_000)
     small = cache.get(grammar_text.choice(["a"]))
     large = cache.get(grammar_text.choice(["b" * 20_000]))
-    assert large.result(30)
+    assert large.result(PATIENCE_S)
     assert cache.get(grammar_text.choice(["b" * 20_000])) is large
     assert cache.get(grammar_text.choice(["a"])) is not small
-    assert small.result(30)
+    assert small.result(PATIENCE_S)
     cache.close()
 
 
@@ -336,7 +337,7 @@ def test_a_refusal_is_kept_too(tokenizer: LLTokenizer) -> None:
     cache = cache_of(tokenizer)
     refused = cache.get("start: foo")
     with pytest.raises(GrammarRefused, match="foo"):
-        refused.result(30)
+        refused.result(PATIENCE_S)
     assert cache.get("start: foo") is refused
     assert cache.counts.refused == 1
     assert cache.counts.compile_s > 0.0

@@ -25,6 +25,7 @@ from replicas.grammars.mask_maker import MaskMaker
 from scheduler.grammar import Grammar
 from tests.model_folder import model_folder
 
+PATIENCE_S = 120.0
 MB = 1_000_000
 # Each place of a text is one of 2^24 that the expression tells apart.
 GREEDY = grammar_text.regex("[a-z ]*a[a-z ]{24}q[a-z ]*")
@@ -89,7 +90,7 @@ def write(tokenizer: LLTokenizer, texts: Sequence[FollowedText], num_tokens: int
 
 
 def begin(cache: GrammarCache, text: str) -> tuple[CompiledGrammar, FollowedText]:
-    compiled = cache.get(text).result(60)
+    compiled = cache.get(text).result(PATIENCE_S)
     return compiled, FollowedText(Grammar(text), compiled)
 
 
@@ -132,10 +133,10 @@ def test_texts_that_learn_push_out_others_and_go_on(tokenizer: LLTokenizer) -> N
     cache = cache_of(tokenizer, 4 * MB)
     compiled, text = begin(cache, MULTIPLE)
     other = cache.get(SCHEMA)
-    assert other.result(60)
-    assert cache.get(MULTIPLE).result(60) is compiled
+    assert other.result(PATIENCE_S)
+    assert cache.get(MULTIPLE).result(PATIENCE_S) is compiled
     written = write(tokenizer, [text], 80)[0]
-    assert cache.num_bytes < 4 * MB or cache.get(MULTIPLE).result(60) is compiled, "but for the newest"
+    assert cache.num_bytes < 4 * MB or cache.get(MULTIPLE).result(PATIENCE_S) is compiled, "but for the newest"
     misses = cache.counts.misses
     assert cache.get(SCHEMA) is not other
     assert cache.counts.misses == misses + 1

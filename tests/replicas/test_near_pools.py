@@ -108,7 +108,7 @@ class System:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    give_up_s = time.monotonic() + 60.0
+    give_up_s = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < give_up_s, "it never happened"
         time.sleep(0.0005)

@@ -27,7 +27,7 @@ SHAPE = (64, 2, 2, 16, 2, 32)  # blocks of 16 KiB
 BIG_SHAPE = (64, 16, 2, 16, 4, 64)  # 64 blocks of 512 KiB: long enough to catch a read in flight
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """Poll until true; the value."""
     give_up_s = time.monotonic() + timeout_s
     while not (value := condition()):

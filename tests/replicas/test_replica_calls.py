@@ -60,7 +60,7 @@ async def calls_to(replica: EngineReplica[Any, Any, Any]) -> AsyncIterator[Ask]:
     channel = CallChannel(context, server.address, lambda: None)
 
     async def ask(call: Call[Any], kind: Any) -> Any:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(120.0):
             return Decoder(kind)(await channel.call("call", encode(call)))
 
     try:

@@ -29,7 +29,7 @@ def test_the_first_begins_a_drain_and_the_second_ends_the_process() -> None:
 def test_if_serve_never_ends_it_it_ends_itself() -> None:
     ends: list[int] = []
     Termination(0.05, end_process=ends.append).request()
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 120.0
     while not ends:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

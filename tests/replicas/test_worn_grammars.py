@@ -116,7 +116,7 @@ def test_copies_and_what_comes_behind_an_opener_go_on_too(tokenizer: LLTokenizer
 
 def test_the_cache_counts_it(tokenizer: LLTokenizer) -> None:
     cache = GrammarCache(tokenizer, FUEL, num_threads=1, max_entries=3, max_bytes=1 << 26)
-    wear_out(maker_of(tokenizer, 1), cache.get(GREEDY_FOR_STATES.text).result(60))
+    wear_out(maker_of(tokenizer, 1), cache.get(GREEDY_FOR_STATES.text).result(120))
     assert cache.counts.worn_out == 1
     cache.close()
 

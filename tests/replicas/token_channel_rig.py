@@ -14,7 +14,7 @@ from replicas.channels.token_sender import TokenSender
 from replicas.messages import ChannelAddress, EngineLoad, Frame, Token
 
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.006)
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Router:

@@ -27,7 +27,7 @@ from replicas.messages import Token
 TIMING = HandoffTiming(60.0, resend_s=0.01, max_resend_s=0.05, remember_s=120.0, quarantine_s=0.05, ask_peers_s=0.05)
 HURRIED = replace(TIMING, lease_s=0.4, remember_s=5.0)
 SHAPE = (32, 2, 2, 16, 2, 32)
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Faults:

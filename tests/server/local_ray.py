@@ -102,10 +102,10 @@ class LocalRay:
     def _stop(process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
     def deploy(self, serve_config: dict[str, Any]) -> None:
         """What the operator does with serveConfigV2."""
@@ -121,7 +121,7 @@ class LocalRay:
 
     def _dashboard(self, method: str, **options: Any) -> httpx.Response:
         url = f"http://127.0.0.1:{self.dashboard_port}/api/serve/applications/"
-        return httpx.request(method, url, headers={"Authorization": f"Bearer {self.token}"}, timeout=30, **options)
+        return httpx.request(method, url, headers={"Authorization": f"Bearer {self.token}"}, timeout=120, **options)
 
     @property
     def is_running(self) -> bool:

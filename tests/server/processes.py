@@ -70,7 +70,7 @@ def redeploy(server: RunningServer, *changes: str) -> None:
 def kill(pid: int) -> None:
     """SIGKILL. Returns when the process has gone; fails the test when it does not go."""
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: state_of(pid) in ("", "Z"), 60.0)
+    wait_until(lambda: state_of(pid) in ("", "Z"), 120.0)
 
 
 def stat(pid: int) -> list[str]:

@@ -32,7 +32,7 @@ class Prometheus:
     url: str
 
     def get(self, path: str, **params: Any) -> Any:
-        response = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=30)
+        response = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=120)
         answer = response.json()
         assert answer["status"] == "success", (params, answer)
         return answer["data"]
@@ -49,7 +49,7 @@ class Prometheus:
         found = [(one["metric"], [(float(t), float(v)) for t, v in one["values"]]) for one in result]
         return [(labels, points) for labels, points in found if any(math.isfinite(value) for _, value in points)]
 
-    def wait_for_scrape(self, timeout_s: float = 30.0) -> None:
+    def wait_for_scrape(self, timeout_s: float = 120.0) -> None:
         """Return when a scrape that began after this call is in."""
         began_s, deadline_s = time.time(), time.monotonic() + timeout_s
         while self.value("max(timestamp(up))") <= began_s:
@@ -78,11 +78,11 @@ def run_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
         yield _when_ready(Prometheus(f"http://127.0.0.1:{port}"), process, folder / "prometheus.log")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def _when_ready(prometheus: Prometheus, process: subprocess.Popen[bytes], log: Path) -> Prometheus:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while True:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()

@@ -37,7 +37,7 @@ class RunningServer:
 
     def metrics(self) -> list[tuple[str, dict[str, str], float]]:
         """Every sample of /metrics: name, labels, value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=120).text
         return [
             (sample.name, dict(sample.labels), sample.value)
             for family in text_string_to_metric_families(text)
@@ -77,7 +77,7 @@ class RunningServer:
         assert open_work
         return {f"{name}{labels}": value for name, labels, value in blocks + open_work if value}
 
-    def wait_for_baseline(self, timeout_s: float = 60.0) -> None:
+    def wait_for_baseline(self, timeout_s: float = 120.0) -> None:
         """Return when nothing is held in any process; fail the test when that takes longer."""
         deadline_s = time.monotonic() + timeout_s
         while held := self.held():

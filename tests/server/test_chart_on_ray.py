@@ -77,8 +77,8 @@ def served() -> Iterator[Served]:
 
 
 def test_runs_what_the_chart_deploys(served: Served) -> None:
-    assert httpx.get(f"{served.url}/health/ready", timeout=10).status_code == 200
-    assert "splitserve_build_info" in httpx.get(f"{served.url}/metrics", timeout=10).text
+    assert httpx.get(f"{served.url}/health/ready", timeout=120).status_code == 200
+    assert "splitserve_build_info" in httpx.get(f"{served.url}/metrics", timeout=120).text
     assert len({node for name in DEPLOYMENTS for node in served.ray.replicas(name).values()}) == 1
 
 

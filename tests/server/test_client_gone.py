@@ -99,7 +99,7 @@ class Client:
     def cut(self) -> None:
         """Close the connection under the request."""
         cut_connections(self._client)
-        self._thread.join(60)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         self._client.close()
 

@@ -102,8 +102,8 @@ def test_the_controller_killed_20_times_under_streams(server: RunningServer) -> 
 def test_the_last_controller_still_repairs(server: RunningServer) -> None:
     (pid,) = replicas(server, "decode")
     kill(pid)
-    wait_until(lambda: len(set(replicas(server, "decode")) - {pid}) == 1, 60.0)
-    wait_until(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 60.0)
+    wait_until(lambda: len(set(replicas(server, "decode")) - {pid}) == 1, 120.0)
+    wait_until(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 120.0)
 
 
 def new_controller(server: RunningServer, before: list[int]) -> int | None:

@@ -37,7 +37,7 @@ def test_curl(words: tuple[str, ...], small_server: RunningServer) -> None:
     url = words[1].replace(OFFERED_URL, small_server.url)
     given = dict(zip(words[2::2], words[3::2], strict=True))
     if "-d" not in given:
-        answer = httpx.get(url, timeout=60)
+        answer = httpx.get(url, timeout=120)
     else:
         name, value = given["-H"].split(": ")
         answer = httpx.post(url, content=given["-d"], headers={name: value}, timeout=300)

@@ -114,7 +114,7 @@ def test_texts_metrics_and_usage(server: RunningServer, method: str) -> None:
             assert 0 <= details["accepted_prediction_tokens"] < NUM_TOKENS
             assert details["rejected_prediction_tokens"] >= 0
     assert server.total("splitserve_speculative_failed_drafters_total") == 0
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()
 
 
 def test_answers_that_follow_a_schema(server: RunningServer) -> None:
@@ -160,7 +160,7 @@ def test_a_decode_replica_that_is_killed_under_streams(server: RunningServer) ->
         wait_until(lambda: is_ready(server), PATIENCE_S)
         for golden, future in streams(server, pool, client):
             check(golden, future.result(PATIENCE_S)[0])
-    server.wait_for_baseline(60.0)
+    server.wait_for_baseline()
 
 
 def test_a_draft_folder_that_has_gone_when_a_replica_starts_again(server: RunningServer, method: str) -> None:

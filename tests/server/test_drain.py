@@ -25,7 +25,7 @@ GOLDENS = load_goldens()[2::9][:NUM_STREAMS]
 assert len(GOLDENS) == NUM_STREAMS
 FROZEN_AFTER_S = 3.0
 # Beside our own bound, what Ray and HTTP take on a machine with less cores than processes.
-SLACK_S = 10.0
+SLACK_S = 60.0
 
 # About five minutes, and a server of its own: more than `make test` has room for.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
@@ -65,7 +65,7 @@ def test_a_frozen_decode_replicas_streams_go_on_at_the_other(server: RunningServ
 
 
 def test_every_decode_replica_frozen_is_not_ready_and_comes_back(server: RunningServer) -> None:
-    wait_until(lambda: ready(server), 30.0)
+    wait_until(lambda: ready(server), 120.0)
     pids = replicas(server, "decode")
     assert len(pids) == 2
     with streams(server) as running:
@@ -76,12 +76,12 @@ def test_every_decode_replica_frozen_is_not_ready_and_comes_back(server: Running
             answer = httpx.get(f"{server.url}/health/ready").json()
             assert answer["missing_pools"] == ["decode"]
             body = {"prompt": "hi", "max_tokens": 2}
-            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 503
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 503
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         check(running)
-    wait_until(lambda: ready(server), 30.0)
+    wait_until(lambda: ready(server), 120.0)
     assert replicas(server, "decode") == pids, "nobody was replaced"
 
 
@@ -93,7 +93,7 @@ def test_sigterm_of_a_replica_drains_and_replaces_it(server: RunningServer, pool
         os.kill(pid, signal.SIGTERM)
         check(running)
     check_streams(server)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 120.0)
     wait_until(lambda: len(replicas(server, pool)) == 2 and ready(server), 120.0)
     assert "SIGTERM: draining" in server.log()
 
@@ -110,7 +110,7 @@ def test_a_killed_replica_is_noticed_at_once_and_replaced(server: RunningServer,
     check_streams(server)
     wait_until(lambda: len(set(replicas(server, pool)) - {pid}) == 2 and ready(server), 120.0)
     check_streams(server)
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()
 
 
 def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> None:
@@ -141,12 +141,12 @@ def test_sigterm_of_the_server_ends_streams_first(server: RunningServer) -> None
     """The last test: the server is gone then."""
     with streams(server) as running:
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not ready(server), 10.0)
+        wait_until(lambda: not ready(server), 120.0)
         body = {"prompt": "hi", "max_tokens": 2}
-        refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
         assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
         check(running)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(120) == 0
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def streams(server: RunningServer) -> Iterator[list[tuple[Golden, Future[list[Co
     num_before = server.total(_FIRST_TOKENS)
     with server.client(120.0) as client, ThreadPoolExecutor(NUM_STREAMS) as pool:
         running = [(golden, pool.submit(stream, client, *golden_request(golden))) for golden in GOLDENS]
-        wait_until(lambda: server.total(_FIRST_TOKENS) >= num_before + NUM_STREAMS, 60.0)
+        wait_until(lambda: server.total(_FIRST_TOKENS) >= num_before + NUM_STREAMS, 120.0)
         yield running
 
 
@@ -192,7 +192,7 @@ def busiest(server: RunningServer, pool: str) -> int:
 
 
 def ready(server: RunningServer) -> bool:
-    return httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 200
+    return httpx.get(f"{server.url}/health/ready", timeout=120).status_code == 200
 
 
 def losses(server: RunningServer, reason: str) -> float:

@@ -21,7 +21,7 @@ NUM_CLIENTS = 6
 DRAIN_TIMEOUT_S = 10.0
 # Three health checks of 10 s, 2 s between; and what a machine adds that has other things to do.
 GIVEN_UP_S = 34.0
-SLACK_S = 60.0
+SLACK_S = 120.0
 
 
 @pytest.fixture(scope="module", params=["serve", "haproxy"])
@@ -39,10 +39,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_requests_of_a_frozen_ingress_end(server: RunningServer) -> None:
     pid = replicas(server, "ingress")[0]
     with steady_streams(server, GOLDENS, NUM_CLIENTS, max_tokens=64) as streams:
-        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+        wait_until(lambda: len(streams.ended) >= 2, 120.0)
         os.kill(pid, signal.SIGSTOP)
         frozen_s = time.monotonic()
-        wait_until(lambda: state_of(pid) == "T", 10.0)
+        wait_until(lambda: state_of(pid) == "T", 120.0)
         try:
             wait_until(lambda: len(streams.failed) > 0, GIVEN_UP_S + DRAIN_TIMEOUT_S + SLACK_S)
             print(f"the first ended after {time.monotonic() - frozen_s:.1f} s")
@@ -52,9 +52,9 @@ def test_requests_of_a_frozen_ingress_end(server: RunningServer) -> None:
                 os.kill(pid, signal.SIGKILL)
         wait_until(lambda: len(replicas(server, "ingress")) == 2 and is_ready(server), SLACK_S)
         there_s = time.monotonic()
-        wait_until(lambda: len(streams.after(there_s)) >= NUM_CLIENTS, 90.0)
+        wait_until(lambda: len(streams.after(there_s)) >= NUM_CLIENTS, 120.0)
     assert all(ended.ended_s > frozen_s + DRAIN_TIMEOUT_S for ended in streams.failed), "nothing ends before"
     assert max(ended.ended_s for ended in streams.failed) < frozen_s + GIVEN_UP_S + DRAIN_TIMEOUT_S + SLACK_S
     assert len(streams.failed) <= NUM_CLIENTS
     assert streams.wrong == []
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()

@@ -45,9 +45,9 @@ def test_while_it_stands_still_for_20_s_nobody_notices(tmp_path: Path) -> None:
             wait_until(lambda: len(load.whole_since(0.0)) >= 1, PATIENCE_S)
             os.kill(pid, signal.SIGSTOP)
             try:
-                wait_until(lambda: state_of(pid) == "T", 10.0)
+                wait_until(lambda: state_of(pid) == "T", 120.0)
                 frozen_s = time.monotonic()
-                wait_until(lambda: time.monotonic() > frozen_s + 20.0, 60.0)
+                wait_until(lambda: time.monotonic() > frozen_s + 20.0, 120.0)
                 assert state_of(pid) == "T"
                 wait_until(lambda: load.whole_since(frozen_s) != set(), PATIENCE_S)
             finally:
@@ -57,18 +57,18 @@ def test_while_it_stands_still_for_20_s_nobody_notices(tmp_path: Path) -> None:
         assert [stream.error for stream in load.streams if stream.error] == []
         assert wrong(judge, load.streams) == []
         assert others <= set(own_processes(server)), "nobody was replaced"
-        server.wait_for_baseline(30.0)
+        server.wait_for_baseline()
 
 
 def test_an_idle_server_answers_while_it_stands_still(tmp_path: Path) -> None:
     """After a silence: nothing that Ray remembers only while a request is open is asked for then."""
     with run_server("local.yaml", tmp_path) as server:
         judge = Judge(learn_undisturbed(server.url, ALL_ASKED))
-        server.wait_for_baseline(30.0)
+        server.wait_for_baseline()
         pid = the_program(server, "gcs_server")
         os.kill(pid, signal.SIGSTOP)
         try:
-            wait_until(lambda: state_of(pid) == "T", 10.0)
+            wait_until(lambda: state_of(pid) == "T", 120.0)
             time.sleep(2.0)
             streams = [read_stream(server.url, asked, f"idle {asked.name}") for asked in ALL_ASKED[:2]]
             assert is_ready(server)
@@ -94,7 +94,7 @@ def test_killed_without_a_store_it_ends_the_server_in_order(name: str, tmp_path:
             load.stop()
         assert server.process.poll() == 1
         assert f"Ray's {name} has died" in server.log_file.read_text()
-        wait_until(lambda: all(state_of(pid) in ("", "Z") for pid in ours), 10.0)
+        wait_until(lambda: all(state_of(pid) in ("", "Z") for pid in ours), 40.0)
         cut = [stream for stream in load.during(killed_s) if not stream.is_whole]
         refused = [stream for stream in load.streams if stream.began_s > killed_s and stream.error]
         print(f"{name}: over after {took_s:.1f} s, {len(cut)} of {len(load.during(killed_s))} streams were cut")

@@ -119,12 +119,12 @@ def test_long_headers_are_refused(client: httpx.Client, num_bytes: int, status: 
 def test_nobody_notices_that_serves_controller_is_killed(server: RunningServer) -> None:
     before, old = replicas(server, "ingress") + replicas(server, "decode"), the_one(server, CONTROLLER)
     with steady_streams(server, GOLDENS[:4], num_clients=2, max_tokens=32) as streams:
-        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+        wait_until(lambda: len(streams.ended) >= 2, 120.0)
         killed_s = time.monotonic()
         kill(old)
-        wait_until(lambda: len(set(processes(server, CONTROLLER)) - {old}) == 1, 90.0)
+        wait_until(lambda: len(set(processes(server, CONTROLLER)) - {old}) == 1, 120.0)
         back_s = time.monotonic()
-        wait_until(lambda: len(streams.after(back_s + 3.0)) >= 2, 90.0)
+        wait_until(lambda: len(streams.after(back_s + 3.0)) >= 2, 120.0)
     assert streams.during(killed_s)
     assert (streams.failed, streams.wrong) == ([], [])
     assert replicas(server, "ingress") + replicas(server, "decode") == before
@@ -137,35 +137,35 @@ def test_an_ingress_killed_before_its_answer_is_503_and_replaced(server: Running
     try:
         with ThreadPoolExecutor(1) as pool, server.client() as client:
             asked = pool.submit(client.post, PATH, json={"prompt": "hi", "max_tokens": 2})
-            wait_until(lambda: server.total("splitserve_requests_queued", pool="decode") == 1, 30.0)
+            wait_until(lambda: server.total("splitserve_requests_queued", pool="decode") == 1, 120.0)
             kill(old)
-            answer = asked.result(30)
+            answer = asked.result(120)
     finally:
         server.clear_faults()
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["code"] == "ingress_lost"
-    wait_until(lambda: len(set(replicas(server, "ingress")) - {old}) == 1 and is_ready(server), 90.0)
+    wait_until(lambda: len(set(replicas(server, "ingress")) - {old}) == 1 and is_ready(server), 120.0)
     with steady_streams(server, GOLDENS[:2], num_clients=1, max_tokens=8) as streams:
-        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+        wait_until(lambda: len(streams.ended) >= 2, 120.0)
     assert (streams.failed, streams.wrong) == ([], [])
 
 
 def test_haproxy_killed_cuts_what_is_open_and_is_started_again(server: RunningServer) -> None:
     before, old = replicas(server, "ingress"), programs(server, "haproxy")
     with steady_streams(server, GOLDENS[:4], num_clients=2, max_tokens=32) as streams:
-        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+        wait_until(lambda: len(streams.ended) >= 2, 120.0)
         killed_s = time.monotonic()
         for pid in old:  # those before a reload serve their connections to the end
             kill(pid)
-        wait_until(lambda: bool(set(programs(server, "haproxy")) - set(old)) and is_ready(server), 90.0)
+        wait_until(lambda: bool(set(programs(server, "haproxy")) - set(old)) and is_ready(server), 120.0)
         back_s = time.monotonic()
         print(f"HAProxy is back after {back_s - killed_s:.1f} s")
-        wait_until(lambda: len(streams.after(back_s)) >= 2, 90.0)
+        wait_until(lambda: len(streams.after(back_s)) >= 2, 120.0)
     assert any(ended.error is not None for ended in streams.during(killed_s))  # others may just have ended
     assert [ended for ended in streams.failed if ended.began_s > back_s] == []
     assert streams.wrong == []
     assert replicas(server, "ingress") == before
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()
 
 
 def test_the_end_lets_streams_end(server: RunningServer, one_server: OneServer) -> None:
@@ -185,7 +185,7 @@ def test_the_end_lets_streams_end(server: RunningServer, one_server: OneServer) 
     before = [server.log().count(words) for words in bad]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(streamed, server.url)
-        assert begun.wait(60)
+        assert begun.wait(120)
         began_s = time.monotonic()
         one_server.stop()
         assert answer.result(60) > 1

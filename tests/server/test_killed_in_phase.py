@@ -107,7 +107,7 @@ def test_another_one_does_it(server: RunningServer, judge: Judge, name: str, poo
     (stream,) = ended
     assert (stream.error, judge.verdict(stream)) == (None, "right")
     wait_until(lambda: counts(server) == before and is_ready(server), PATIENCE_S)
-    server.wait_for_baseline(40.0)
+    server.wait_for_baseline()
 
 
 def test_one_that_stands_still_between_its_answer_and_its_handoff_is_given_up_in_seconds(
@@ -135,7 +135,7 @@ def test_one_that_stands_still_between_its_answer_and_its_handoff_is_given_up_in
     (stream,) = ended
     assert (stream.error, judge.verdict(stream)) == (None, "right")
     wait_until(lambda: is_ready(server), PATIENCE_S)
-    server.wait_for_baseline(40.0)
+    server.wait_for_baseline()
 
 
 def holders(server: RunningServer, pool: str) -> list[int]:

@@ -26,7 +26,7 @@ POOLS = ("ingress", "prefill", "decode")
 # A second or so each where cores are free.
 PATIENCE_S = 240.0
 # Until everybody knows that an ingress has gone: a moment, or as long as this machine stands still.
-KNOWN_AFTER_S = 15.0
+KNOWN_AFTER_S = 45.0
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_an_ingress_that_is_killed_fails_its_own_requests_only_and_says_so(serve
     assert streams.wrong == []
     after = all_replicas(server)
     assert (after["prefill"], after["decode"]) == (before["prefill"], before["decode"])
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()
 
 
 def test_serves_proxy_killed_cuts_what_is_open_and_is_back_in_seconds(server: RunningServer) -> None:
@@ -106,7 +106,7 @@ def test_serves_proxy_killed_cuts_what_is_open_and_is_back_in_seconds(server: Ru
     assert streams.wrong == []
     assert the_one(server, PROXY) != old
     assert all_replicas(server) == before
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()
 
 
 @pytest.mark.exhaustive

@@ -71,7 +71,7 @@ def test_sigterm_moves_all_streams_and_no_token_is_lost(tmp_path: Path) -> None:
         assert not server.total("splitserve_migrations_total", outcome="lost")
         assert not server.total("splitserve_retries_total")
         wait_until(lambda: len(replicas(server, "decode")) == 2, PATIENCE_S)
-        server.wait_for_baseline(60.0)
+        server.wait_for_baseline()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     reference = GrammarReference(model, folder, VOCAB_SIZE, {END_ID})
     for spec, answer in zip(specs, answers, strict=True):

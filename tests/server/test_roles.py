@@ -46,7 +46,7 @@ def test_texts_are_those_of_transformers_and_both_pools_do_both(server: RunningS
     for golden, (answer,) in zip(GOLDENS, answers, strict=True):
         golden.check(answer.token_ids)
         assert answer.finish_reason == "length"
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()
     for pool in POOLS:
         assert num_streams(server, pool) > 0
     mixed = server.total("splitserve_router_decisions_total", result="local_mixed")
@@ -71,7 +71,7 @@ def test_a_killed_replica_of_either_pool_costs_no_stream(server: RunningServer, 
     assert streams.during(killed_s)
     assert server.total("splitserve_retries_total") > before, "nothing was lost with it"
     assert (streams.failed, streams.wrong) == ([], [])
-    server.wait_for_baseline(30.0)
+    server.wait_for_baseline()
 
 
 def num_running(server: RunningServer, pool: str) -> float:

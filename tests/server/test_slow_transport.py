@@ -33,7 +33,8 @@ def test_a_slow_transport_slows_requests_fails_none_and_is_told_of(tmp_path: Pat
         assert took_s > num_bytes / BYTES_PER_S
         assert server.total("splitserve_kv_transfers_total", result="ready") == len(goldens)
         assert server.total("splitserve_retries_total") == 0
-        assert server.total("splitserve_kv_transfer_rate_bytes_per_second") == pytest.approx(BYTES_PER_S, rel=0.4)
+        rate = server.total("splitserve_kv_transfer_rate_bytes_per_second")
+        assert num_bytes / len(goldens) / took_s < rate < 1.4 * BYTES_PER_S, "a stall makes it slower"
         assert server.total("splitserve_kv_transfer_pairs", pace="tcp") == 1
         assert server.total("splitserve_slow_transfers") == 1
         ready = _readiness(server)
@@ -52,7 +53,7 @@ def test_a_slow_transport_slows_requests_fails_none_and_is_told_of(tmp_path: Pat
 
 def _readiness(server: RunningServer) -> dict[str, Any]:
     """Once the ingress has heard of it."""
-    give_up_s = time.monotonic() + 10.0
+    give_up_s = time.monotonic() + 120.0
     while True:
         with server.client() as client:
             found: dict[str, Any] = client.get("/health/ready").json()

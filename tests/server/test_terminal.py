@@ -72,7 +72,7 @@ def shown(server: RunningServer) -> str:
 
 
 def shows(server: RunningServer, pattern: str) -> None:
-    wait_until(lambda: re.search(pattern, shown(server)) is not None, 60.0)
+    wait_until(lambda: re.search(pattern, shown(server)) is not None, 120.0)
 
 
 def test_a_start_in_a_pipe(server: RunningServer) -> None:
@@ -111,7 +111,7 @@ def test_a_killed_replica(server: RunningServer) -> None:
         assert all(future.result(200)[-1] == "data: [DONE]" for future in running)
     shows(server, r"WARNING ingress \d+: replica lost replica=\w+ why=dead")
     shows(server, r"INFO ingress \d+: decode replica \w+ has gone, 1 left")
-    wait_until(lambda: len(replicas(server, "decode")) == 2, 60.0)
+    wait_until(lambda: len(replicas(server, "decode")) == 2, 120.0)
     (new,) = set(replicas(server, "decode")) - set(before)
     shows(server, rf"INFO decode {new}: ready after \d+\.\d s")
     assert [word for word in CHATTER if word in shown(server)] == []
@@ -126,13 +126,13 @@ def test_ctrl_c_while_the_ingress_does_not_answer(server: RunningServer) -> None
         assert stream.has_begun.wait(120)
         os.kill(ingress, signal.SIGSTOP)
         try:
-            wait_until(lambda: state_of(ingress) == "T", 10.0)
+            wait_until(lambda: state_of(ingress) == "T", 120.0)
             server.process.send_signal(signal.SIGINT)
             shows(server, "an ingress does not answer, so requests may be open; waiting up to")
         finally:
             os.kill(ingress, signal.SIGCONT)
         assert running.result(200)[-1] == "data: [DONE]"
-    assert server.process.wait(60) == 0
+    assert server.process.wait(120) == 0
     assert shown(server).endswith("splitserve: stopped\n")
     assert "are cut" not in shown(server)
 
@@ -194,7 +194,7 @@ def test_ctrl_c_twice_ends_it_at_once(tmp_path: Path) -> None:
         server.until("1 request is not over; waiting up to")
         server.press_ctrl_c()
         assert server.end() == 130
-        assert running.result(60)[-1] != "data: [DONE]"
+        assert running.result(120)[-1] != "data: [DONE]"
     assert "stopped at once: requests that were not over are cut" in server.shown
     assert "Traceback" not in server.shown
 
