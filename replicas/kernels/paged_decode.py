@@ -25,7 +25,6 @@ from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_attention import attend_keys
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.pool_numbers import is_compiled
-from replicas.kernels.weights_ahead import Fetched
 from replicas.stored_numbers import FP8
 
 _LOG2_E = 1.4426950408889634
@@ -209,7 +208,6 @@ def paged_decode(
     rows: RowQueries | None = None,
     num_warps: int = 4,
     num_stages: int | None = None,
-    fetched: Fetched | None = None,
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
@@ -221,8 +219,7 @@ def paged_decode(
     `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
     rows: None, or how several queries are one row: then R is the number of queries, num_pieces, tile_len and shares are
     of the rows, by the positions of their first queries, and slots and positions are not looked at.
-    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest. fetched: as in
-    `weigh_pieces`.
+    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -252,7 +249,7 @@ def paged_decode(
         num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     num_weighed = rows.num_rows * num_queries if rows else num_rows
-    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants, fetched)
+    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants)
 
 
 def query_sizes(group: int, num_queries: int) -> dict[str, int]:
