@@ -20,7 +20,6 @@ import torch
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
 from benchmarks.gpu.cache_steps import CacheSteps, Loads, with_cache
-from benchmarks.gpu.context_ahead import context_ahead
 from benchmarks.gpu.lane_pieces import evict_first, share_table
 from benchmarks.gpu.piece_command import Piece, run_named
 from benchmarks.gpu.shape_folder import make_shape_folder
@@ -267,7 +266,6 @@ PIECES: dict[str, Piece] = {
     "shares": shares,
     "share-table": share_table,
     "evict-first": evict_first,
-    "context-ahead": context_ahead,
     "logits": logits,
     "chunks": chunks_of_long_prompts,
     "attention-rows": decode_attention,

@@ -19,7 +19,6 @@ from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels.kv_write import write_kv
 from replicas.kernels.paged_decode import RowQueries, paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
-from replicas.kernels.weights_ahead import Fetched
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.attention_seam import refuse_arguments, use_attention
 from replicas.model_support import UnsupportedModel
@@ -147,14 +146,12 @@ def attend_written(
     launches: Launches,
     scale: float,
     scales: tuple[float, float],
-    fetched: Fetched | None = None,
 ) -> torch.Tensor:
     """As `attend_over_pool`, once k and v are as the pool stores them, and those of all tokens but the rows' are in it.
 
-    Mutates kv: writes the rows'. scales: of keys and values; they come in once, with scores and results. fetched: as in
-    `paged_decode`.
+    Mutates kv: writes the rows'. scales: of keys and values; they come in once, with scores and results.
     """
-    out = _attend_unscaled(query, key, value, kv, step, launches, scale * scales[0], fetched)
+    out = _attend_unscaled(query, key, value, kv, step, launches, scale * scales[0])
     return out if scales[1] == 1.0 else out.mul_(scales[1])
 
 
@@ -166,7 +163,6 @@ def _attend_unscaled(
     step: CudaStep,
     launches: Launches,
     scale: float,
-    fetched: Fetched | None,
 ) -> torch.Tensor:
     token_slots, positions = step.token_slots, step.positions
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -186,7 +182,6 @@ def _attend_unscaled(
             scale,
             out,
             RowQueries(launches.most_queries, launches.num_rows, launches.rows_at) if launches.num_queries else None,
-            fetched=fetched,
         )
     if launches.num_earlier:
         attend_behind(

@@ -10,11 +10,8 @@ from torch import nn
 from replicas.cuda.attention import attend_written, scales_of
 from replicas.cuda.operators import operator
 from replicas.cuda.step import CudaStep, Launches
-from replicas.cuda.weights_ahead import ahead_of_product, weights_of
 from replicas.kernels.rotation import HeadNorms, rotate_into_pool
 from replicas.layers.joined_attention import JoinedAttention
-
-_FEW_TOKENS = 4  # the attention of more takes all of the memory's time, and room in the cache
 
 
 def attend_rotated(
@@ -32,23 +29,17 @@ def attend_rotated(
     shares: torch.Tensor,
     layout: torch.Tensor,
     scale: float,
-    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """projected, cos, sin as in `rotate_into_pool`, kv one layer's view of the pool, kv_scales as of
-    `scales_of`, weights those of the product behind it, the rest as in CudaStep -> [T, num_heads * head_dim]. Mutates
-    kv."""
+    `scales_of`, the rest as in CudaStep -> [T, num_heads * head_dim]. Mutates kv."""
     step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
     scales = scales_of(kv_scales)
     norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, epsilon)
-    fetched = ahead_of_product(weights)
-    has_few = len(projected) <= _FEW_TOKENS
     query, key, value = rotate_into_pool(
         projected, norms, cos, sin, kv, block_table, step.token_slots, step.positions, launches.num_row_tokens,
         copies_value=bool(launches.fresh or launches.num_earlier), scales=scales,
-        fetched=fetched if has_few else None,
     )  # fmt: skip
-    later = None if has_few else fetched
-    return attend_written(query, key, value, kv, step, launches, scale, scales, later).flatten(1)
+    return attend_written(query, key, value, kv, step, launches, scale, scales).flatten(1)
 
 
 def _shape_of_attended(projected: torch.Tensor, kv: torch.Tensor, *others: object) -> torch.Tensor:
@@ -86,6 +77,5 @@ class RotatedAttention(JoinedAttention):
             paged.shares,
             paged.layout,
             module.scaling,
-            weights_of(module.o_proj),
         )
         return out

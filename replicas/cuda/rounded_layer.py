@@ -15,11 +15,8 @@ from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
-from replicas.cuda.weights_ahead import ahead_of_product
 from replicas.kernels.round_normed import round_normed
 from replicas.kernels.round_rows import MOST_AT_ONCE
-from replicas.kernels.scaled_product import FETCHED_OF_ROW
-from replicas.kernels.skinny_product import MOST_ROWS
 from replicas.layers.joined_attention import JoinedAttention
 from replicas.layers.joined_linear import ProjectionPart
 
@@ -29,19 +26,15 @@ _NAMES = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
 def rounded_norm(
-    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype,
-    weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `round_normed`, of rows that lie anyhow. weights: of the product behind it."""
-    given = None if added is None else added.contiguous()
-    fetched = ahead_of_product(weights, FETCHED_OF_ROW) if len(x) <= MOST_ROWS else None
-    return round_normed(x.contiguous(), given, weight, epsilon, dtype, fetched)
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `round_normed`, of rows that lie anyhow."""
+    return round_normed(x.contiguous(), None if added is None else added.contiguous(), weight, epsilon, dtype)
 
 
 def _shape_of_norm(
-    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype,
-    weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows, num_in = x.shape
     total = x.new_empty(num_rows if added is not None else 0, num_in)
     return total, x.new_empty(num_rows, num_in, dtype=dtype), x.new_empty(num_rows, 1, dtype=torch.float32)
@@ -84,7 +77,7 @@ def _normed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `round_normed`, in the type of what this layer multiplies."""
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _rounded_norm(
-        x, added, norm.weight, norm.variance_epsilon, linear.values.dtype, linear.values
+        x, added, norm.weight, norm.variance_epsilon, linear.values.dtype
     )
     return found
 

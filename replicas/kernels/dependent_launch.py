@@ -5,8 +5,7 @@ soon as those of the kernel before it leave them, and waits there (`gdc_wait`) u
 be seen: most of the time between two kernels is hidden. Every program waits before it reads or writes anything but
 weights, which never change, and lets the next kernel's in only then; so what is two kernels away has ended too. A
 kernel of many short programs loses by it where each waits first, and gains where its weights are on their way before it
-waits (`gemv`: a step of Llama-3.1-8B 4.37 ms not launched early, 4.72 waiting first, 4.23 reading first). What else may
-be read before, and why: `settled_context`.
+waits (`gemv`: a step of Llama-3.1-8B 4.37 ms not launched early, 4.72 waiting first, 4.23 reading first).
 
 NVIDIA, "CUDA C++ Programming Guide", Programmatic Dependent Launch and Synchronization; from compute capability 9.0 on.
 """
@@ -35,21 +34,3 @@ def wait_for_earlier(IS_EARLY: tl.constexpr):
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def fetch_runs_ahead(pointers, is_wanted, NUM_BYTES: tl.constexpr):
-    """As `fetch_ahead`, of NUM_BYTES behind each pointer, a multiple of 16, where it is wanted. For few and long runs,
-    fewer than a program has threads: each is asked for once, though several threads have it."""
-    count: tl.constexpr = pointers.shape[0]
-    sizes = tl.where(is_wanted, NUM_BYTES, 0)
-    tl.inline_asm_elementwise(
-        """{ .reg .pred first, wanted; .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.ne.b32 wanted, $2, 0;
-        setp.lt.and.u32 first, thread, $3, wanted;
-        @first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0; }""",
-        "=r,l,r,r", [pointers.to(tl.int64), sizes, tl.full(sizes.shape, count, tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -25,15 +25,11 @@ from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_attention import attend_keys
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.pool_numbers import is_compiled
-from replicas.kernels.settled_context import fetch_context, fetched_blocks, load_settled
-from replicas.kernels.weights_ahead import Fetched
 from replicas.stored_numbers import FP8
 
 _LOG2_E = 1.4426950408889634
 # Rows of one product. With 64 the compiler takes another instruction, whose sums are others than those of 16 and of 32.
 _MOST_MEMBERS = 32
-# A trial: see `settled_context`. None: programs wait for the kernel in front of them before they read anything.
-_TILES_AHEAD: int | None = None
 _FEWEST_PAIRED = 32  # dimensions of a head: a product of the matrix units has 16 at least
 
 
@@ -56,27 +52,19 @@ def _attend_piece(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr,
     QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, IS_EARLY: tl.constexpr, IS_SETTLED: tl.constexpr,
-    NUM_FETCHED: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """IS_PAIRED: numbers of the pool are read two in a word. IS_SETTLED, NUM_FETCHED: see `settled_context`."""
-    if not IS_SETTLED:
-        wait_for_earlier(IS_EARLY)
+    """IS_PAIRED: numbers of the pool are read two in a word, the even dimensions apart from the odd ones."""
+    wait_for_earlier(IS_EARLY)
     piece, head, first_query = _place_of_program(NUM_KV_HEADS, QUERIES, QUERIES_AT_ONCE)
-    row, start, end, first_token, count = _piece_span(shares, piece, first_query, QUERIES, ROWS_AT, BLOCK_N, IS_SETTLED)
+    row, start, end, first_token, count = _piece_span(shares, piece, first_query, QUERIES, ROWS_AT, BLOCK_N)
     if start < end:
-        slot, position = _place_of_row(slots, positions, shares, row, QUERIES, ROWS_AT, IS_SETTLED)
+        slot, position = _place_of_row(slots, positions, shares, row, QUERIES, ROWS_AT)
         is_last = end > position
         end = tl.minimum(end, position + 1)
         dims = tl.arange(0, DIM_PADDED)
         is_dim = dims < HEAD_DIM
         row_table = table + slot * table_stride
-        if IS_SETTLED:
-            fetch_context(
-                kv, kv_stride_block, row_table, head, start, tl.minimum(end, position), NUM_FETCHED, HEAD_DIM,
-                BLOCK_SIZE,
-            )  # fmt: skip
-            wait_for_earlier(IS_EARLY)
         if is_last:
             end = _write_new(
                 key, value, kv, row_table, position, first_token, first_query, count, end, head, dims, is_dim,
@@ -97,8 +85,6 @@ def _attend_piece(
             out, partial, lse, result, largest, total, piece, query_of, token_of, heads, is_member, dims, is_dim,
             start, is_last, QUERIES, NUM_KV_HEADS * GROUP, HEAD_DIM,
         )  # fmt: skip
-    elif IS_SETTLED:
-        wait_for_earlier(IS_EARLY)  # every program does, or the next kernel would be let in too early
 
 
 @triton.jit
@@ -114,35 +100,30 @@ def _place_of_program(NUM_KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, QUERIES
 
 
 @triton.jit
-def _piece_span(
-    shares, piece, first_query, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_SETTLED: tl.constexpr,
-):  # fmt: skip
+def _piece_span(shares, piece, first_query, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Row, first key and the one behind the last: no keys where there is nothing to do. Then the row's first token
     among those of the step, and how many it has."""
-    row = load_settled(shares + piece * 4, IS_SETTLED)
-    start = load_settled(shares + piece * 4 + 1, IS_SETTLED) * BLOCK_N
-    end = load_settled(shares + piece * 4 + 2, IS_SETTLED) * BLOCK_N
+    row = tl.load(shares + piece * 4)
+    start = tl.load(shares + piece * 4 + 1) * BLOCK_N
+    end = tl.load(shares + piece * 4 + 2) * BLOCK_N
     first_token, count = row, 1
     if QUERIES > 1:
         of_row = shares + (ROWS_AT + row) * 4
-        first_token, count = load_settled(of_row + 1, IS_SETTLED), load_settled(of_row + 2, IS_SETTLED)
+        first_token, count = tl.load(of_row + 1), tl.load(of_row + 2)
         end = tl.where(first_query < count, end, start)
     return row, start, end, first_token, count
 
 
 @triton.jit
-def _place_of_row(
-    slots, positions, shares, row, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, IS_SETTLED: tl.constexpr
-):  # fmt: skip
+def _place_of_row(slots, positions, shares, row, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr):
     """A row's slot, int64, and the position of its first query."""
     if QUERIES == 1:
-        slot = load_settled(slots + row, IS_SETTLED).to(tl.int64)
-        position = load_settled(positions + row, IS_SETTLED)
+        slot = tl.load(slots + row).to(tl.int64)
+        position = tl.load(positions + row)
     else:
         of_row = shares + (ROWS_AT + row) * 4
-        slot = load_settled(of_row, IS_SETTLED).to(tl.int64)
-        position = load_settled(of_row + 3, IS_SETTLED)
+        slot = tl.load(of_row).to(tl.int64)
+        position = tl.load(of_row + 3)
     return slot, position
 
 
@@ -227,8 +208,6 @@ def paged_decode(
     rows: RowQueries | None = None,
     num_warps: int = 4,
     num_stages: int | None = None,
-    tiles_ahead: int | None = _TILES_AHEAD,
-    fetched: Fetched | None = None,
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
@@ -240,9 +219,7 @@ def paged_decode(
     `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
     rows: None, or how several queries are one row: then R is the number of queries, num_pieces, tile_len and shares are
     of the rows, by the positions of their first queries, and slots and positions are not looked at.
-    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest. tiles_ahead: None, or of
-    how many tiles of each piece keys and values are fetched before the kernel in front has ended; what is read of it
-    must be settled, as `settled_context` says. fetched: as in `weigh_pieces`. The results are the same.
+    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -268,12 +245,11 @@ def paged_decode(
         query, key, value, kv, words, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0),
         words.stride(0), table.stride(0), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len,
-        PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired,
-        IS_SETTLED=tiles_ahead is not None, NUM_FETCHED=fetched_blocks(kv, tile_len, tiles_ahead) if is_early else 0,
-        num_warps=num_warps, num_stages=num_stages, **sizes, **constants,
+        PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired, num_warps=num_warps,
+        num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     num_weighed = rows.num_rows * num_queries if rows else num_rows
-    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants, fetched)
+    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants)
 
 
 def query_sizes(group: int, num_queries: int) -> dict[str, int]:

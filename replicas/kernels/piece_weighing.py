@@ -10,28 +10,18 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import wait_for_earlier
-from replicas.kernels.weights_ahead import Fetched, fetch_share
 
 _WEIGHING_ROWS = 64
-_NUM_FETCHING = 4  # programs, in groups of as many as there are heads
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _weigh_pieces(
-    out, partial, lse, shares, num_rows, fetched_weights,
+    out, partial, lse, shares, num_rows,
     NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, IS_EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, NUM_FETCHING: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rows that lie in several pieces. Of several queries: each is a row here, of QUERIES that a row may have. The last
-    NUM_FETCHING are no rows: they fetch."""
+    """Rows that lie in several pieces. Of several queries: each is a row here, of QUERIES that a row may have."""
     wait_for_earlier(IS_EARLY)
-    if NUM_FETCHING > 0:
-        fetching = tl.program_id(0) - (tl.num_programs(0) - NUM_FETCHING)
-        if fetching >= 0:
-            program = fetching * NUM_HEADS + tl.program_id(1)
-            fetch_share(fetched_weights, program, NUM_FETCHING * NUM_HEADS, AHEAD, 64)
-            return
     head = tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < HEAD_DIM
@@ -71,19 +61,16 @@ def _weigh_pieces(
 
 def weigh_pieces(
     out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, shares: torch.Tensor, num_rows: int, num_queries: int,
-    constants: Mapping[str, Any], fetched: Fetched | None = None,
+    constants: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Write the rows of out [.., num_heads, head_dim] whose contexts lie in several pieces.
 
     partial: float32 [pieces, num_heads, head_dim], each piece's result, and lse [pieces, num_heads]; of several queries
     a piece has one of each. num_rows: rows, or all queries that they may have. shares as `paged_decode` has them;
-    constants: those that both kernels have. fetched: what programs besides are to fetch. Mutates out. Does not
-    block.
+    constants: those that both kernels have. Mutates out. Does not block.
     """
     num_heads = out.shape[1]
-    num_fetching = _NUM_FETCHING if fetched else 0
-    _weigh_pieces[(min(num_rows, _WEIGHING_ROWS) + num_fetching, num_heads)](
-        out, partial, lse, shares, num_rows, fetched[0].view(torch.uint8) if fetched else None, NUM_HEADS=num_heads,
-        QUERIES=num_queries, ROWS=_WEIGHING_ROWS, PIECES=16, AHEAD=fetched[1] if fetched else None,
-        NUM_FETCHING=num_fetching, num_warps=2, **constants,
+    _weigh_pieces[(min(num_rows, _WEIGHING_ROWS), num_heads)](
+        out, partial, lse, shares, num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, ROWS=_WEIGHING_ROWS, PIECES=16,
+        num_warps=2, **constants,
     )  # fmt: skip

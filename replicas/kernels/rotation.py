@@ -15,11 +15,9 @@ import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import round_to_fp8, token_place
-from replicas.kernels.weights_ahead import Fetched, fetch_share
 from replicas.stored_numbers import FP8
 
 _HEADS_AT_ONCE = 16
-_NUM_FETCHING = 32  # programs, in groups of as many as a token has
 
 
 class HeadNorms(NamedTuple):
@@ -33,20 +31,13 @@ class HeadNorms(NamedTuple):
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _rotate(
     projected, query_weight, key_weight, cos, sin, query, key, value, kv, table, slots, positions, epsilon, num_rows,
-    by_key_scale, by_value_scale, projected_stride, kv_stride_block, table_stride, fetched_weights,
+    by_key_scale, by_value_scale, projected_stride, kv_stride_block, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_NORMS: tl.constexpr, COPIES_VALUE: tl.constexpr, ROUNDS: tl.constexpr, IS_EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, NUM_FETCHING: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One token, some of its heads: those of q, then k, then v. The last NUM_FETCHING are no tokens: they fetch."""
+    """One token, some of its heads: those of q, then k, then v."""
     wait_for_earlier(IS_EARLY)
-    if NUM_FETCHING > 0:
-        fetching = tl.program_id(0) - (tl.num_programs(0) - NUM_FETCHING)
-        if fetching >= 0:
-            some = tl.num_programs(1)
-            fetch_share(fetched_weights, fetching * some + tl.program_id(1), NUM_FETCHING * some, AHEAD, 128)
-            return
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
     dims = tl.arange(0, DIM_PADDED)
@@ -112,7 +103,6 @@ def rotate_into_pool(
     *,
     copies_value: bool,
     scales: tuple[float, float] = (1.0, 1.0),
-    fetched: Fetched | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q and k with norms and rotary positions, and v: [T, heads, head_dim] each, v a view unless copies_value, or the
     pool is one of FP8: then k and v, of the rows too, are what it stores, each number divided by its scale and rounded.
@@ -120,8 +110,7 @@ def rotate_into_pool(
     projected: [T, (num_heads + 2 * num_kv_heads) * head_dim], q then k then v; cos, sin: [T, head_dim], contiguous. kv
     and table as in `paged_decode`; slots, positions: int32 [T]. k and v of all tokens but the first num_rows, and but
     those at position -1, are written to the pool. Computes in float32. Mutates kv. Does not block. Raises ValueError
-    where positions rotate only a part of a head. scales: of keys and values. fetched: what programs besides
-    are to fetch.
+    where positions rotate only a part of a head. scales: of keys and values.
     """
     num_tokens = projected.shape[0]
     _, _, block_size, num_kv_heads, head_dim = kv.shape
@@ -137,14 +126,12 @@ def rotate_into_pool(
         value = projected[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (num_kv_heads, head_dim))
     is_early = launches_early(projected.device)
     weights = (norms.query, norms.key, norms.epsilon) if norms else (cos, cos, 0.0)
-    num_fetching = _NUM_FETCHING if fetched else 0
-    _rotate[(num_tokens + num_fetching, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_AT_ONCE))](
+    _rotate[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_AT_ONCE))](
         projected, weights[0], weights[1], cos, sin, query, key, value, kv, table, slots, positions, weights[2],
         num_rows, 1.0 / scales[0], 1.0 / scales[1], projected.stride(0), kv.stride(0), table.stride(0),
-        fetched[0].view(torch.uint8) if fetched else None, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim, DIM_PADDED=triton.next_power_of_2(head_dim), HEADS_AT_ONCE=_HEADS_AT_ONCE,
         BLOCK_SIZE=block_size, HAS_NORMS=norms is not None, COPIES_VALUE=copies_value or rounds,
-        ROUNDS=rounds, num_warps=4, IS_EARLY=is_early, AHEAD=fetched[1] if fetched else None,
-        NUM_FETCHING=num_fetching, launch_pdl=is_early,
+        ROUNDS=rounds, num_warps=4, IS_EARLY=is_early, launch_pdl=is_early,
     )  # fmt: skip
     return query, key, value

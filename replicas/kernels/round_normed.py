@@ -14,24 +14,14 @@ from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.round_rows import block_of, warps_of
 from replicas.kernels.row_rounding import LARGEST, rounded, scale_of
-from replicas.kernels.weights_ahead import Fetched, fetch_share
-
-_NUM_FETCHING = 64  # programs
 
 
 @triton.jit
 def _round_normed(
-    x, added, weight, total, values, scales, num_in, epsilon, x_stride, added_stride, fetched_weights,
-    HAS_ADDED: tl.constexpr, LARGEST: tl.constexpr, BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr,
-    IS_COMPILED: tl.constexpr, AHEAD: tl.constexpr, NUM_FETCHING: tl.constexpr,
+    x, added, weight, total, values, scales, num_in, epsilon, x_stride, added_stride, HAS_ADDED: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row. The last NUM_FETCHING are none: they fetch."""
-    if NUM_FETCHING > 0:
-        fetching = tl.program_id(0) - (tl.num_programs(0) - NUM_FETCHING)
-        if fetching >= 0:
-            wait_for_earlier(IS_EARLY)
-            fetch_share(fetched_weights, fetching, NUM_FETCHING, AHEAD, 128)
-            return
+    """One row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_K)
     is_column = columns < num_in
@@ -51,19 +41,13 @@ def _round_normed(
 
 
 def round_normed(
-    x: torch.Tensor,
-    added: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    dtype: torch.dtype,
-    fetched: Fetched | None = None,
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [R, K <= MOST_AT_ONCE], its rows contiguous; added: the like, or None; weight [K], of the norm.
 
     x + added in x's type; of that sum RMSNorm, x / root(mean(x^2) + epsilon) * weight, computed in float32 and rounded
     to x's type, as values of this type [R, K] and scales [R, 1]: `round_rows` of it, bit for bit. Without added the
-    first of the three is empty. fetched: what programs besides are to fetch. Does not block. Raises ValueError for
-    longer rows.
+    first of the three is empty. Does not block. Raises ValueError for longer rows.
 
     As in layers that torch compiles, nothing is rounded on the way.
     """
@@ -74,11 +58,9 @@ def round_normed(
     given = x if added is None else added
     is_early = launches_early(x.device)
     block_k = block_of(num_in)
-    num_fetching = _NUM_FETCHING if fetched else 0
-    _round_normed[(num_rows + num_fetching,)](
+    _round_normed[(num_rows,)](
         x, given, weight, total, values, scales, num_in, epsilon, x.stride(0), given.stride(0),
-        fetched[0].view(torch.uint8) if fetched else None, HAS_ADDED=added is not None, LARGEST=LARGEST[dtype],
-        BLOCK_K=block_k, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device), AHEAD=fetched[1] if fetched else None,
-        NUM_FETCHING=num_fetching, num_warps=warps_of(block_k), launch_pdl=is_early,
+        HAS_ADDED=added is not None, LARGEST=LARGEST[dtype], BLOCK_K=block_k, IS_EARLY=is_early,
+        IS_COMPILED=is_compiled(x.device), num_warps=warps_of(block_k), launch_pdl=is_early,
     )  # fmt: skip
     return total, values, scales
