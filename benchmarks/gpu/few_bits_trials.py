@@ -11,7 +11,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,35 @@ def _fp8_of_512_inputs() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _first_weights_held(num_fewer_stages: int) -> Iterator[None]:
+    from replicas.cuda import int4_card_linear, quantised_card_linear, skinny_linear
+
+    def holding(tile_of: Callable[..., ProductTile]) -> Callable[..., ProductTile]:
+        def tile(*size: int) -> ProductTile:
+            found = tile_of(*size)
+            return found._replace(holds_first=True, num_stages=found.num_stages - num_fewer_stages)
+
+        return tile
+
+    with ExitStack() as stack:
+        for module, name in (
+            (int4_card_linear, "int4_tile"), (quantised_card_linear, "scaled_tile"), (skinny_linear, "tile_of")
+        ):  # fmt: skip
+            stack.enter_context(patch.object(module, name, holding(getattr(module, name))))
+        yield
+
+
 PIECES = {
+    "first-weights": Trial(
+        ("fp8", "int4", "none"),
+        {
+            "off": as_shipped,
+            "held": partial(_first_weights_held, 0),
+            "held, a stage less": partial(_first_weights_held, 1),
+            "off again": as_shipped,
+        },
+    ),
     "int4-parts": Trial(
         ("int4",), {"off": as_shipped, "parts as before": _int4_parts_as_before, "off again": as_shipped}
     ),

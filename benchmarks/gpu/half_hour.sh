@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 campaign='python3 -m benchmarks.gpu.campaign --tokenizer /tmp/site/tokenizer --budget-s $LEFT_S'
-few_bits='tests/gpu/test_quantised_products.py tests/gpu/test_quantised_card_linear.py tests/gpu/test_cuda_runner.py'
+few_bits='tests/gpu/test_quantised_products.py tests/gpu/test_skinny_product.py'
 
 on_cards() { # LIMIT_S COMMAND ...
     python3 -m benchmarks.gpu.card_commands --out "$OUT" --limit-s "$@"
@@ -14,9 +14,9 @@ on_cards() { # LIMIT_S COMMAND ...
 case $1 in
     few-bits)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
-        steps='steps-fp8,steps-int4,steps-fp8-kv,int4-parts,fp8-wide,quant-kernels' # 3 x 50 + 2 x 40 + 65 s
+        steps='first-weights,steps-fp8,steps-int4,steps-fp8-kv,int4-parts,fp8-wide' # 110 + 3 x 50 + 2 x 40 s
         on_cards 420 \
-            "0 120 python3 -m pytest -q -rA $few_bits" \
+            "0 60 python3 -m pytest -q -rA $few_bits" \
             "0 420 $campaign --only $steps --state /tmp/0.jsonl --out \$OUT/0" \
             "1 420 $campaign --only speculative-oracle,speculative-oracle-fp8 --state /tmp/1.jsonl --out \$OUT/1"
         ;;

@@ -47,56 +47,90 @@ def _factors_of(factors, first, features, is_feature, num_out, num_in, GROUP_SIZ
     return tl.load(factors + first // GROUP_SIZE * num_out + features, mask=mask, other=0)[None, :]
 
 
+@triton.jit
+def _words(weight, chunk, num_out, features, is_feature, IS_WHOLE: tl.constexpr):
+    """A chunk's: [a quarter, features]."""
+    of_quarter = tl.arange(0, _QUARTER)
+    places = weight + (chunk * num_out + features).to(tl.int64)[None, :] * _QUARTER + of_quarter[:, None]
+    # A mask costs a choice for each word.
+    return tl.load(places) if IS_WHOLE else tl.load(places, mask=is_feature[None, :], other=0)
+
+
+@triton.jit
+def _numbers(
+    words, factors, first, features, is_feature, num_out, num_in, dtype: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    IS_ONE_GROUP: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The four quarters of a chunk's weights, those from input `first` on."""
+    if IS_ONE_GROUP:
+        of_group = factors + first // GROUP_SIZE * num_out + features
+        f_first = (tl.load(of_group) if IS_WHOLE else tl.load(of_group, mask=is_feature, other=0))[None, :]
+        f_second, f_third, f_last = f_first, f_first, f_first
+    else:
+        f_first = _factors_of(factors, first, features, is_feature, num_out, num_in, GROUP_SIZE)
+        f_second = _factors_of(factors, first + _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
+        f_third = _factors_of(factors, first + 2 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
+        f_last = _factors_of(factors, first + 3 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
+    return int4_numbers(words, f_first, f_second, f_third, f_last, dtype, IS_COMPILED)
+
+
+@triton.jit
+def _added(total, places, is_row, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE: tl.constexpr):
+    """total [rows, features] and the product of some rows' inputs with a chunk's weights."""
+    v_first, v_second, v_third, v_last = _quarters(places, is_row, first, num_in, IS_WHOLE)
+    total = tl.dot(v_first, w_first, total, input_precision="ieee")
+    total = tl.dot(v_second, w_second, total, input_precision="ieee")
+    total = tl.dot(v_third, w_third, total, input_precision="ieee")
+    return tl.dot(v_last, w_last, total, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "part_chunks"])
 def _product(
     x, weight, factors, bias, out, partial, arrived, num_rows, num_out, num_in, num_chunks, part_chunks, x_stride,
     GROUP_SIZE: tl.constexpr, IS_ONE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr,
-    IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr, HOLDS_FIRST: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, part_chunks of them. IS_ONE_GROUP: whether each chunk is within
-    one group. NUM_PRODUCTS: 1, or 2, each of ROWS."""
+    one group. NUM_PRODUCTS: 1, or 2, each of ROWS. HOLDS_FIRST: see `ProductTile`."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
     features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
     is_feature = features < num_out
     begin = part * part_chunks
     end = tl.minimum(begin + part_chunks, num_chunks)
+    if HOLDS_FIRST:
+        held = _words(weight, tl.minimum(begin, num_chunks - 1), num_out, features, is_feature, IS_WHOLE)
     wait_for_earlier(IS_EARLY)
-    of_quarter = tl.arange(0, _QUARTER)
     is_row, is_other = (rows < num_rows)[:, None], (rows + ROWS < num_rows)[:, None]
-    x_rows = x + rows[:, None] * x_stride + of_quarter[None, :]
+    x_rows = x + rows[:, None] * x_stride + tl.arange(0, _QUARTER)[None, :]
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     other_total = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for chunk in range(begin, end):
+    for chunk in range(begin + 1 if HOLDS_FIRST else begin, end):
         first = chunk * _CHUNK
-        places = weight + (chunk * num_out + features).to(tl.int64)[None, :] * _QUARTER + of_quarter[:, None]
-        # A mask costs a choice for each word.
-        words = tl.load(places) if IS_WHOLE else tl.load(places, mask=is_feature[None, :], other=0)
-        if IS_ONE_GROUP:
-            of_group = factors + first // GROUP_SIZE * num_out + features
-            f_first = (tl.load(of_group) if IS_WHOLE else tl.load(of_group, mask=is_feature, other=0))[None, :]
-            f_second, f_third, f_last = f_first, f_first, f_first
-        else:
-            f_first = _factors_of(factors, first, features, is_feature, num_out, num_in, GROUP_SIZE)
-            f_second = _factors_of(factors, first + _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
-            f_third = _factors_of(factors, first + 2 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
-            f_last = _factors_of(factors, first + 3 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
-        w_first, w_second, w_third, w_last = int4_numbers(
-            words, f_first, f_second, f_third, f_last, x.dtype.element_ty, IS_COMPILED
-        )
-        v_first, v_second, v_third, v_last = _quarters(x_rows + first, is_row, first, num_in, IS_WHOLE)
-        total = tl.dot(v_first, w_first, total, input_precision="ieee")
-        total = tl.dot(v_second, w_second, total, input_precision="ieee")
-        total = tl.dot(v_third, w_third, total, input_precision="ieee")
-        total = tl.dot(v_last, w_last, total, input_precision="ieee")
+        words = _words(weight, chunk, num_out, features, is_feature, IS_WHOLE)
+        w_first, w_second, w_third, w_last = _numbers(
+            words, factors, first, features, is_feature, num_out, num_in, x.dtype.element_ty, GROUP_SIZE, IS_ONE_GROUP,
+            IS_COMPILED, IS_WHOLE,
+        )  # fmt: skip
+        total = _added(total, x_rows + first, is_row, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE)
         if NUM_PRODUCTS == 2:
             others = x_rows + ROWS * x_stride + first
-            v_first, v_second, v_third, v_last = _quarters(others, is_other, first, num_in, IS_WHOLE)
-            other_total = tl.dot(v_first, w_first, other_total, input_precision="ieee")
-            other_total = tl.dot(v_second, w_second, other_total, input_precision="ieee")
-            other_total = tl.dot(v_third, w_third, other_total, input_precision="ieee")
-            other_total = tl.dot(v_last, w_last, other_total, input_precision="ieee")
+            other_total = _added(
+                other_total, others, is_other, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE
+            )
+    if HOLDS_FIRST and begin < end:
+        first = begin * _CHUNK
+        w_first, w_second, w_third, w_last = _numbers(
+            held, factors, first, features, is_feature, num_out, num_in, x.dtype.element_ty, GROUP_SIZE, IS_ONE_GROUP,
+            IS_COMPILED, IS_WHOLE,
+        )  # fmt: skip
+        total = _added(total, x_rows + first, is_row, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE)
+        if NUM_PRODUCTS == 2:
+            others = x_rows + ROWS * x_stride + first
+            other_total = _added(
+                other_total, others, is_other, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE
+            )
     total = tl.trans(total)
     if NUM_PRODUCTS == 2:
         both = tl.permute(tl.join(total, tl.trans(other_total)), (0, 2, 1))
@@ -127,7 +161,7 @@ def int4_product(
         IS_ONE_GROUP=group_size % CHUNK == 0, HAS_BIAS=bias is not None, ROWS=min(rows, _MOST_ROWS),
         NUM_PRODUCTS=triton.cdiv(rows, _MOST_ROWS), BLOCK_N=tile.block_n, NUM_PARTS=tile.num_parts,
         IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
-        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, launch_pdl=is_early,
+        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0, HOLDS_FIRST=tile.holds_first,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out

@@ -13,16 +13,46 @@ from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
 
 
+@triton.jit
+def _weights(weight_rows, is_feature, first, end, BLOCK_K: tl.constexpr):
+    """A step's, from input `first` on: [features, BLOCK_K]."""
+    columns = first + tl.arange(0, BLOCK_K)
+    return tl.load(weight_rows + columns[None, :], mask=is_feature[:, None] & (columns < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _added(
+    total, w, x_rows, scales, x_scales, first, end, features, rows, is_feature, is_row, num_groups, num_x_groups,
+    GROUP_SIZE: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """total [features, rows] and the product of a step's weights w, those from input `first` on."""
+    columns = first + tl.arange(0, BLOCK_K)
+    v = tl.load(x_rows + columns[:, None], mask=(columns < end)[:, None] & is_row[None, :], other=0.0)
+    if IS_INT:
+        total = tl.dot(w, v, total, out_dtype=tl.int32)
+    elif IS_GROUPED:
+        group = first // GROUP_SIZE
+        of_w = tl.load(scales + features * num_groups + group, mask=is_feature, other=0.0)
+        of_v = tl.load(x_scales + rows * num_x_groups + group, mask=is_row, other=0.0)
+        total += tl.dot(w, v, out_dtype=tl.float32) * of_w[:, None] * of_v[None, :]
+    else:
+        # Tensor cores keep few bits of long sums of fp8: each step's goes into a whole float32. Of shorter ones
+        # it would have to be waited for each time.
+        total = tl.dot(w, v, total, max_num_imprecise_acc=BLOCK_K, out_dtype=tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
 def _product(
     x, x_scales, weight, scales, bias, onto, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
     num_groups, GROUP_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, HOLDS_FIRST: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group.
 
-    IS_GATED: each gate with its up next to it; partial: each row's largest number of a tile.
+    IS_GATED: each gate with its up next to it; partial: each row's largest number of a tile. HOLDS_FIRST: see
+    `ProductTile`.
     """
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
     features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -33,25 +63,22 @@ def _product(
     weight_rows = weight + features.to(tl.int64)[:, None] * num_in
     begin = part * num_steps * BLOCK_K
     end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
+    if HOLDS_FIRST:
+        held = _weights(weight_rows, is_feature, begin, end, BLOCK_K)
     wait_for_earlier(IS_EARLY)
     x_rows = x + rows[None, :] * num_in
     total = tl.zeros([BLOCK_N, ROWS], tl.int32 if IS_INT else tl.float32)
-    for first in range(begin, end, BLOCK_K):
-        columns = first + tl.arange(0, BLOCK_K)
-        is_column = columns < end
-        w = tl.load(weight_rows + columns[None, :], mask=is_feature[:, None] & is_column[None, :], other=0.0)
-        v = tl.load(x_rows + columns[:, None], mask=is_column[:, None] & is_row[None, :], other=0.0)
-        if IS_INT:
-            total = tl.dot(w, v, total, out_dtype=tl.int32)
-        elif IS_GROUPED:
-            group = first // GROUP_SIZE
-            of_w = tl.load(scales + features * num_groups + group, mask=is_feature, other=0.0)
-            of_v = tl.load(x_scales + rows * num_x_groups + group, mask=is_row, other=0.0)
-            total += tl.dot(w, v, out_dtype=tl.float32) * of_w[:, None] * of_v[None, :]
-        else:
-            # Tensor cores keep few bits of long sums of fp8: each step's goes into a whole float32. Of shorter ones
-            # it would have to be waited for each time.
-            total = tl.dot(w, v, total, max_num_imprecise_acc=BLOCK_K, out_dtype=tl.float32)
+    for first in range(begin + BLOCK_K if HOLDS_FIRST else begin, end, BLOCK_K):
+        w = _weights(weight_rows, is_feature, first, end, BLOCK_K)
+        total = _added(
+            total, w, x_rows, scales, x_scales, first, end, features, rows, is_feature, is_row, num_groups,
+            num_x_groups, GROUP_SIZE, IS_INT, IS_GROUPED, BLOCK_K,
+        )  # fmt: skip
+    if HOLDS_FIRST:
+        total = _added(
+            total, held, x_rows, scales, x_scales, begin, end, features, rows, is_feature, is_row, num_groups,
+            num_x_groups, GROUP_SIZE, IS_INT, IS_GROUPED, BLOCK_K,
+        )  # fmt: skip
     product = total.to(tl.float32)
     if not IS_GROUPED:
         of_w = tl.load(scales + features, mask=is_feature, other=0.0)
@@ -142,5 +169,5 @@ def _launch(
         HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8, IS_GROUPED=is_grouped,
         ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
         NUM_PARTS=tile.num_parts, IS_GATED=is_gated, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+        HOLDS_FIRST=tile.holds_first, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip

@@ -64,6 +64,9 @@ def test_each_trials_tiles_are_others_than_those_that_ship() -> None:
         assert [int4_card_linear.int4_tile(64, *size).num_parts for size in sizes] == [1, 8, 4]
         assert int4_card_linear.int4_tile(16, *sizes[1]).num_parts == 8
     assert shipped == [int4_card_linear.int4_tile(64, *size).num_parts for size in sizes] == [2, 4, 4]
+    with PIECES["first-weights"].ways["held, a stage less"]():
+        assert int4_card_linear.int4_tile(1, *sizes[1]) == (128, 128, 4, 2, 8, True)
+        assert quantised_card_linear.scaled_tile(1, *sizes[1], 200_000) == (64, 256, 4, 3, 4, True)
     with wide():
         tiles = [quantised_card_linear.scaled_tile(1, *size, 200_000)[1:] for size in sizes]
-    assert tiles == [(256, 4, 4, 1), (512, 4, 3, 2), (512, 4, 3, 2)]
+    assert tiles == [(256, 4, 4, 1, False), (512, 4, 3, 2, False), (512, 4, 3, 2, False)]

@@ -100,14 +100,15 @@ def test_scaled_products(
     outs = [
         scaled_product(
             x.contiguous().to(device), x_scales.to(device), weight.contiguous().to(device), scales.to(device),
-            group_size, None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
-            dtype,
+            group_size, None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts, holds_first),
+            arrived, dtype,
         )
-        for _ in "12"
+        for holds_first in (False, False, True)
     ]  # fmt: skip
     assert outs[0].dtype is dtype
     assert relative_error(outs[0], expected) < TOLERANCE[dtype]
     assert torch.equal(outs[0], outs[1])
+    assert relative_error(outs[2], expected) < TOLERANCE[dtype]
     assert not arrived.any()
 
 
@@ -117,7 +118,7 @@ def test_scaled_products(
     ("num_rows", "num_out", "num_in", "group_size", "num_parts"),
     [
         (1, 200, 96, 32, 1), (17, 64, 576, 64, 2), (64, 100, 1024, 128, 4), (3, 130, 320, 320, 2), (2, 64, 192, 96, 1),
-        (5, 128, 512, 128, 2),
+        (5, 128, 512, 128, 2), (4, 130, 576, 64, 4),
     ],
 )  # fmt: skip
 def test_products_of_4_bits(
@@ -136,12 +137,13 @@ def test_products_of_4_bits(
     outs = [
         int4_product(
             x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size,
-            None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
+            None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts, holds_first), arrived,
         )
-        for _ in range(2)
+        for holds_first in (False, False, True)
     ]  # fmt: skip
     assert relative_error(outs[0], expected) < TOLERANCE[dtype]
     assert torch.equal(outs[0], outs[1])
+    assert relative_error(outs[2], expected) < TOLERANCE[dtype]
     assert not arrived.any()
 
 
