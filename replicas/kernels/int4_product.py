@@ -84,6 +84,25 @@ def _added(total, places, is_row, first, num_in, w_first, w_second, w_third, w_l
     return tl.dot(v_last, w_last, total, input_precision="ieee")
 
 
+@triton.jit
+def _both_added(
+    total, other_total, words, factors, x_rows, x_stride, chunk, features, is_feature, is_row, is_other, num_out,
+    num_in, GROUP_SIZE: tl.constexpr, IS_ONE_GROUP: tl.constexpr, ROWS: tl.constexpr, NUM_PRODUCTS: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Both totals and a chunk's products, of which the second one may not be."""
+    first = chunk * _CHUNK
+    w_first, w_second, w_third, w_last = _numbers(
+        words, factors, first, features, is_feature, num_out, num_in, x_rows.dtype.element_ty, GROUP_SIZE,
+        IS_ONE_GROUP, IS_COMPILED, IS_WHOLE,
+    )  # fmt: skip
+    total = _added(total, x_rows + first, is_row, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE)
+    if NUM_PRODUCTS == 2:
+        others = x_rows + ROWS * x_stride + first
+        other_total = _added(other_total, others, is_other, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE)
+    return total, other_total
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "part_chunks"])
 def _product(
     x, weight, factors, bias, out, partial, arrived, num_rows, num_out, num_in, num_chunks, part_chunks, x_stride,
@@ -107,30 +126,16 @@ def _product(
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     other_total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for chunk in range(begin + 1 if HOLDS_FIRST else begin, end):
-        first = chunk * _CHUNK
         words = _words(weight, chunk, num_out, features, is_feature, IS_WHOLE)
-        w_first, w_second, w_third, w_last = _numbers(
-            words, factors, first, features, is_feature, num_out, num_in, x.dtype.element_ty, GROUP_SIZE, IS_ONE_GROUP,
-            IS_COMPILED, IS_WHOLE,
+        total, other_total = _both_added(
+            total, other_total, words, factors, x_rows, x_stride, chunk, features, is_feature, is_row, is_other,
+            num_out, num_in, GROUP_SIZE, IS_ONE_GROUP, ROWS, NUM_PRODUCTS, IS_COMPILED, IS_WHOLE,
         )  # fmt: skip
-        total = _added(total, x_rows + first, is_row, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE)
-        if NUM_PRODUCTS == 2:
-            others = x_rows + ROWS * x_stride + first
-            other_total = _added(
-                other_total, others, is_other, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE
-            )
     if HOLDS_FIRST and begin < end:
-        first = begin * _CHUNK
-        w_first, w_second, w_third, w_last = _numbers(
-            held, factors, first, features, is_feature, num_out, num_in, x.dtype.element_ty, GROUP_SIZE, IS_ONE_GROUP,
-            IS_COMPILED, IS_WHOLE,
+        total, other_total = _both_added(
+            total, other_total, held, factors, x_rows, x_stride, begin, features, is_feature, is_row, is_other,
+            num_out, num_in, GROUP_SIZE, IS_ONE_GROUP, ROWS, NUM_PRODUCTS, IS_COMPILED, IS_WHOLE,
         )  # fmt: skip
-        total = _added(total, x_rows + first, is_row, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE)
-        if NUM_PRODUCTS == 2:
-            others = x_rows + ROWS * x_stride + first
-            other_total = _added(
-                other_total, others, is_other, first, num_in, w_first, w_second, w_third, w_last, IS_WHOLE
-            )
     total = tl.trans(total)
     if NUM_PRODUCTS == 2:
         both = tl.permute(tl.join(total, tl.trans(other_total)), (0, 2, 1))
