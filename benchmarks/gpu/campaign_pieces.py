@@ -30,6 +30,7 @@ _HALVES = {
     for pool in ("prefill", "decode")
     for key, value in (("num_gpus", 0.5), ("kv_memory_fraction", 0.35))
 }
+_STEPS_OF_1280 = {f"pools.{pool}.max_batch_tokens": 1280 for pool in ("prefill", "decode")}
 SERVED = (
     ServedPiece(
         "lanes",
@@ -90,6 +91,8 @@ SERVED = (
     # Two cards: what each layout makes of both. vLLM has a server on each, behind HAProxy.
     ServedPiece("pair-split", "gpu-1p1d.yaml", _SPLIT_S, (("2048/128", 16.0),), _ALL, num_cards=2),
     ServedPiece("pair-roles", "gpu-by-cost.yaml", _SPLIT_S, (), _ALL, num_cards=2),
+    # Smaller steps, so that prompts beside streams hold them up for less.
+    ServedPiece("pair-roles-1280", "gpu-by-cost.yaml", _SPLIT_S, (), _ALL, changes=_STEPS_OF_1280, num_cards=2),
     ServedPiece("pair-lanes", "gpu-one-card.yaml", _TWO_LANES_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-colocated", "gpu-colocated.yaml", _ONE_LANE_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-vllm", None, _VLLM_S, (), _ALL, num_cards=2),

@@ -24,7 +24,7 @@ case $1 in
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
         on_cards 570 \
             "0,1 210 $campaign --only pair-roles --workloads 512/512 --most-runs 2 --state /tmp/2.jsonl --out \$OUT/2" \
-            "0,1 570 $campaign --only pair-colocated --workloads 2048/128,8192/256 --most-runs 2 --state /tmp/3.jsonl --out \$OUT/3"
+            "0,1 570 $campaign --only pair-roles-1280,pair-colocated --workloads 2048/128 --most-runs 2 --state /tmp/3.jsonl --out \$OUT/3"
         ;;
     vllm)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site vllm

@@ -78,6 +78,15 @@ MEASURED: dict[CardLayout, dict[tuple[str, float], PairFigures]] = {
         ("8192/256", 2.6): PairFigures(456.9, 870.4, 6.95, 10.34),
     },
 }
+# main at c67cf380, 30 November 2026: RESULTS, "H200, eleventh day". Long prompts' chunks are attended as now.
+MEASURED_SINCE: dict[CardLayout, dict[tuple[str, float], PairFigures]] = {
+    BY_COST: {
+        ("2048/128", 18.0): PairFigures(87.3, 149.5, 6.10, 8.35),
+        ("2048/128", 21.5): PairFigures(99.7, 179.9, 7.28, 9.86),
+        ("8192/256", 2.6): PairFigures(243.7, 434.3, 6.91, 8.72),
+        ("8192/256", 3.0): PairFigures(246.1, 475.3, 7.19, 9.47),
+    },
+}
 
 
 def costs_as_measured() -> CostModel:
@@ -111,9 +120,9 @@ def campaign_goodput(layout: CardLayout, name: str, costs: CostModel | None = No
 
 def print_measured(names: Sequence[str], say: Callable[[str], None]) -> None:
     """A line a run: simulated, then measured. Blocks for minutes."""
-    costs = costs_as_measured()
     say("layout | load at req/s | TTFT p50 / p90 | TPOT p50 / p90, ms | of the limits: simulated (measured)")
-    for layout, runs in MEASURED.items():
+    days = ((MEASURED, costs_as_measured()), (MEASURED_SINCE, None))
+    for layout, runs, costs in ((*found, costs) for measured, costs in days for found in measured.items()):
         cards = SimulatedCards(layout, costs=costs)
         for (name, rate), real in runs.items():
             if name not in names:
