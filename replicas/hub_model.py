@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODEL_KEY = "model.source"
@@ -48,13 +51,17 @@ class HubModel:
 
 
 def find_on_hub(hub_id: str, trust_remote_code: bool = False, key: str = MODEL_KEY) -> HubModel:
-    """Takes 8 s at most. Its config.json is in the Hub's cache afterwards. Raises HubRefusal. key: of the config, that
-    names the model."""
+    """Waits for the Hub for 8 s at most. Its config.json is in the Hub's cache afterwards. Raises HubRefusal. key: of
+    the config, that names the model."""
+    import huggingface_hub
+
+    # All of it is loaded before the clock runs: from a cold disk that takes longer than an answer.
+    api, download = huggingface_hub.HfApi(), huggingface_hub.hf_hub_download
     found: list[HubModel | BaseException] = []
 
     def ask() -> None:
         try:
-            found.append(_ask(hub_id, trust_remote_code, key))
+            found.append(_ask(api, download, hub_id, trust_remote_code, key))
         except Exception as error:
             found.append(error)
 
@@ -154,11 +161,9 @@ def _refuse_full_disk(model: HubModel) -> None:
         )
 
 
-def _ask(hub_id: str, trust_remote_code: bool, key: str) -> HubModel:
-    from huggingface_hub import HfApi, hf_hub_download
-
+def _ask(api: HfApi, download: Callable[..., str], hub_id: str, trust_remote_code: bool, key: str) -> HubModel:
     # Whoever waits for this thread gives up sooner.
-    info = HfApi().model_info(hub_id, timeout=2 * _PATIENCE_S, files_metadata=True)
+    info = api.model_info(hub_id, timeout=2 * _PATIENCE_S, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     if _CONFIG not in sizes:
         gguf = next((name for name in sizes if name.endswith(".gguf")), None)
@@ -167,7 +172,7 @@ def _ask(hub_id: str, trust_remote_code: bool, key: str) -> HubModel:
             + (f"; it has {gguf}: download that file and give its path" if gguf else "; choose another model")
         )
     # Anybody may ask what a gated model is; its files are another matter.
-    config = Path(hf_hub_download(hub_id, _CONFIG, etag_timeout=_PATIENCE_S))
+    config = Path(download(hub_id, _CONFIG, etag_timeout=_PATIENCE_S))
     top = [name for name in sizes if "/" not in name]
     kind = next((kind for kind in _WEIGHTS if any(name.endswith(kind) for name in top)), None)
     if kind is None:

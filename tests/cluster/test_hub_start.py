@@ -34,7 +34,9 @@ _PROGRAM = """
 import json, sys
 from cluster.launch import start
 from cluster.launch.machine import Machine
+from replicas import hub_model
 from replicas.hub_model import HubRefusal, refuse_unavailable
+hub_model._PATIENCE_S = 60.0  # the machine may stand still
 start.check_address = lambda *_: None
 planned = start.plan_start(start.Typed("org/tiny", None, None, {}), Machine(2, 24 * 10**9, 20 * 10**9))
 if sys.argv[1:] == ["plan"]:
@@ -99,6 +101,7 @@ def test_it_is_fetched_once_and_served_from_its_folder(tmp_path: Path) -> None:
 def test_it_is_told_how_much_has_come(tmp_path: Path) -> None:
     program = """
 from replicas import hub_model
+hub_model._PATIENCE_S = 60.0  # the machine may stand still
 told = []
 found = hub_model.find_on_hub("org/tiny")
 hub_model.fetch(found, on_bytes=told.append)
@@ -111,6 +114,33 @@ print(max(told) == found.num_bytes - found.config.stat().st_size or (told, found
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
         )
     assert done.stdout == "True\n", done.stdout + done.stderr
+
+
+def test_its_library_is_loaded_before_the_hub_is_waited_for(tmp_path: Path) -> None:
+    """From a cold disk that takes longer than the Hub is given: it looked like one that can't be reached."""
+    program = """
+import sys, threading
+from replicas import hub_model
+hub_model._PATIENCE_S = 60.0
+
+class Loads:
+    by = {}
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("huggingface_hub"):
+            self.by[name] = threading.current_thread().name
+
+sys.meta_path.insert(0, Loads())
+hub_model.find_on_hub("org/tiny")
+print({"huggingface_hub", "huggingface_hub.hf_api", "huggingface_hub.file_download"} <= set(Loads.by))
+print({name for name, thread in Loads.by.items() if thread != "MainThread"})
+"""
+    with fake_hub(HUB) as url:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment = {**kept, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HF_ENDPOINT": url}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert done.stdout == "True\nset()\n", done.stdout + done.stderr
 
 
 @pytest.mark.slow
