@@ -55,10 +55,12 @@ print(json.dumps({
 """
 
 
-def run(environment: dict[str, str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    environment: dict[str, str], folder: Path, *arguments: str, program: str = _PROGRAM
+) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     return subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *arguments],
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
         env={**kept, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder), "HF_HUB_OFFLINE": "0", **environment},
         capture_output=True,
@@ -108,11 +110,7 @@ hub_model.fetch(found, on_bytes=told.append)
 print(max(told) == found.num_bytes - found.config.stat().st_size or (told, found))
 """
     with fake_hub(HUB) as url:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        environment = {**kept, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HF_ENDPOINT": url}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
-        )
+        done = run({"HF_ENDPOINT": url}, tmp_path, program=program)
     assert done.stdout == "True\n", done.stdout + done.stderr
 
 
@@ -135,11 +133,7 @@ print({"huggingface_hub", "huggingface_hub.hf_api", "huggingface_hub.file_downlo
 print({name for name, thread in Loads.by.items() if thread != "MainThread"})
 """
     with fake_hub(HUB) as url:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        environment = {**kept, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HF_ENDPOINT": url}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
-        )
+        done = run({"HF_ENDPOINT": url}, tmp_path, program=program)
     assert done.stdout == "True\nset()\n", done.stdout + done.stderr
 
 
