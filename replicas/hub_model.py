@@ -53,15 +53,14 @@ class HubModel:
 def find_on_hub(hub_id: str, trust_remote_code: bool = False, key: str = MODEL_KEY) -> HubModel:
     """Waits for the Hub for 8 s at most. Its config.json is in the Hub's cache afterwards. Raises HubRefusal. key: of
     the config, that names the model."""
-    import huggingface_hub
+    # Loaded before the clock runs: from a cold disk that takes longer than an answer.
+    from huggingface_hub import HfApi, hf_hub_download
 
-    # All of it is loaded before the clock runs: from a cold disk that takes longer than an answer.
-    api, download = huggingface_hub.HfApi(), huggingface_hub.hf_hub_download
     found: list[HubModel | BaseException] = []
 
     def ask() -> None:
         try:
-            found.append(_ask(api, download, hub_id, trust_remote_code, key))
+            found.append(_ask(HfApi(), hf_hub_download, hub_id, trust_remote_code, key))
         except Exception as error:
             found.append(error)
 

@@ -13,7 +13,7 @@ from benchmarks.simulation.pairs import (
     PairFigures,
     campaign_figures,
     costs_as_measured,
-)  # fmt: skip
+)
 from benchmarks.simulation.roles import SimulatedCards
 
 

@@ -205,9 +205,12 @@ async def test_a07_max_completion_tokens_counts() -> None:
 async def test_a26_huge_n_is_refused_at_once() -> None:
     async with api_client() as c:
         await c.send(TEXT, {"n": 0})
-        started_s = time.process_time()
-        assert (await c.send(TEXT, {"n": 1_000_000_000})).status_code == 400
-        assert time.process_time() - started_s < 1  # a thousand millions of anything take longer
+        took_s = []
+        for _ in range(3):
+            started_s = time.process_time()
+            assert (await c.send(TEXT, {"n": 1_000_000_000})).status_code == 400
+            took_s.append(time.process_time() - started_s)
+        assert min(took_s) < 0.05
 
 
 # -- streams ---------------------------------------------------------------------------------------

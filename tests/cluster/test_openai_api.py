@@ -246,9 +246,12 @@ def test_more_fields_than_any_api_has_are_refused() -> None:
 
 
 def test_a26_a_huge_n_is_refused_at_once() -> None:
-    started_s = time.thread_time()  # not the clock's: other tests run beside this one
-    assert "at most 8" in refused_field("n", n=1_000_000_000)
-    assert time.thread_time() - started_s < 1  # a thousand millions of anything take longer
+    took_s = []
+    for _ in range(3):
+        started_s = time.thread_time()  # not the clock's: other tests run beside this one
+        assert "at most 8" in refused_field("n", n=1_000_000_000)
+        took_s.append(time.thread_time() - started_s)
+    assert min(took_s) < 0.05
 
 
 def test_a07_max_completion_tokens_goes_first() -> None:

@@ -117,12 +117,15 @@ def test_a04_too_many_tokens_is_said_with_both_numbers(tokenizer: Tokenizer) -> 
 
 def test_a38_hopelessly_long_text_is_refused_without_encoding_it(tokenizer: Tokenizer) -> None:
     text = "hello world " * 2_250_000
-    started = time.process_time()
-    with pytest.raises(ApiError, match="far too long"):
-        tokenizer.apply_chat_template(user(text), max_tokens=8192)
-    with pytest.raises(ApiError, match="far too long"):
-        tokenizer.encode_prompt(text, max_tokens=8192)
-    assert time.process_time() - started < 5  # encoding it takes a minute
+    took_s = []
+    for _ in range(3):
+        started = time.process_time()
+        with pytest.raises(ApiError, match="far too long"):
+            tokenizer.apply_chat_template(user(text), max_tokens=8192)
+        with pytest.raises(ApiError, match="far too long"):
+            tokenizer.encode_prompt(text, max_tokens=8192)
+        took_s.append(time.process_time() - started)
+    assert min(took_s) < 2  # encoding it takes a minute
 
 
 def test_too_long_never_claims_it_wrongly(tokenizer: Tokenizer) -> None:

@@ -25,7 +25,7 @@ GOLDENS = load_goldens()[2::9][:NUM_STREAMS]
 assert len(GOLDENS) == NUM_STREAMS
 FROZEN_AFTER_S = 3.0
 # Beside our own bound, what Ray and HTTP take on a machine with less cores than processes.
-SLACK_S = 60.0
+SLACK_S = 10.0
 
 # About five minutes, and a server of its own: more than `make test` has room for.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]

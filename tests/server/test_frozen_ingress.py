@@ -21,7 +21,7 @@ NUM_CLIENTS = 6
 DRAIN_TIMEOUT_S = 10.0
 # Three health checks of 10 s, 2 s between; and what a machine adds that has other things to do.
 GIVEN_UP_S = 34.0
-SLACK_S = 120.0
+SLACK_S = 60.0
 
 
 @pytest.fixture(scope="module", params=["serve", "haproxy"])

@@ -94,7 +94,7 @@ def test_killed_without_a_store_it_ends_the_server_in_order(name: str, tmp_path:
             load.stop()
         assert server.process.poll() == 1
         assert f"Ray's {name} has died" in server.log_file.read_text()
-        wait_until(lambda: all(state_of(pid) in ("", "Z") for pid in ours), 40.0)
+        wait_until(lambda: all(state_of(pid) in ("", "Z") for pid in ours), 10.0)
         cut = [stream for stream in load.during(killed_s) if not stream.is_whole]
         refused = [stream for stream in load.streams if stream.began_s > killed_s and stream.error]
         print(f"{name}: over after {took_s:.1f} s, {len(cut)} of {len(load.during(killed_s))} streams were cut")

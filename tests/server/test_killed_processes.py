@@ -26,7 +26,7 @@ POOLS = ("ingress", "prefill", "decode")
 # A second or so each where cores are free.
 PATIENCE_S = 240.0
 # Until everybody knows that an ingress has gone: a moment, or as long as this machine stands still.
-KNOWN_AFTER_S = 45.0
+KNOWN_AFTER_S = 15.0
 
 
 @pytest.fixture
