@@ -7,7 +7,7 @@ the steady state that `roles` finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.goodput_search import Limits, RatePoint
@@ -121,16 +121,22 @@ def campaign_goodput(layout: CardLayout, name: str, costs: CostModel | None = No
 def print_measured(names: Sequence[str], say: Callable[[str], None]) -> None:
     """A line a run: simulated, then measured. Blocks for minutes."""
     say("layout | load at req/s | TTFT p50 / p90 | TPOT p50 / p90, ms | of the limits: simulated (measured)")
-    days = ((MEASURED, costs_as_measured()), (MEASURED_SINCE, None))
-    for layout, runs, costs in ((*found, costs) for measured, costs in days for found in measured.items()):
-        cards = SimulatedCards(layout, costs=costs)
-        for (name, rate), real in runs.items():
-            if name not in names:
-                continue
-            found, limits = campaign_figures(cards, LOADS[name], rate), LOADS[name].limits
-            cells = f"{found.ttft} ({real.ttft}) | {found.tpot} ({real.tpot})"
-            of_limits = f"{found.ratio(limits):.2f} ({real.ratio(limits):.2f})"
-            say(f"{layout.name} | {name} at {rate:4} | {cells} | {of_limits}")
+    for measured, costs in ((MEASURED, costs_as_measured()), (MEASURED_SINCE, None)):
+        for layout, runs in measured.items():
+            _print_runs(SimulatedCards(layout, costs=costs), runs, names, say)
+
+
+def _print_runs(
+    cards: SimulatedCards, runs: Mapping[tuple[str, float], PairFigures], names: Sequence[str],
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    for (name, rate), real in runs.items():
+        if name not in names:
+            continue
+        found, limits = campaign_figures(cards, LOADS[name], rate), LOADS[name].limits
+        cells = f"{found.ttft} ({real.ttft}) | {found.tpot} ({real.tpot})"
+        of_limits = f"{found.ratio(limits):.2f} ({real.ratio(limits):.2f})"
+        say(f"{cards.layout.name} | {name} at {rate:4} | {cells} | {of_limits}")
 
 
 def print_forecast(names: Sequence[str], say: Callable[[str], None]) -> None:
