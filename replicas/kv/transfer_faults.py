@@ -22,7 +22,8 @@ class TransferFaults(Protocol):
         """True: what comes next at this point waits, and is asked again at every poll. Must not raise.
 
         Points: send_handoff, send_renew, send_done, send_confirm, send_refuse, send_drop, send_dispute, start_read,
-        end_read, check_digests. A held read is not polled, so its own DONE is not sent either.
+        end_read, check_digests. A read held at its end is not polled, but a transport may have ended it, and have
+        told the source so, in the call that started it.
         """
 
 

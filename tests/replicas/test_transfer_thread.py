@@ -192,8 +192,9 @@ def test_a_silent_readers_lease_expires_and_it_is_told(hurried: Pair) -> None:
 
 
 def test_a_read_that_ends_after_its_lease_is_refused(hurried: Pair) -> None:
+    """It is held before it starts: UCX may end one, and tell the source so, in the call that starts it."""
     pair = hurried
-    pair.reader.faults.held = {"send_renew", "end_read"}
+    pair.reader.faults.held = {"send_renew", "start_read"}
     pair.source.faults.held = {"send_refuse"}
     pair.read("late")
     assert pair.source_outcome("late") is SourceOutcome.EXPIRED
