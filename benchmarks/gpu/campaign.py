@@ -27,6 +27,7 @@ from benchmarks.gpu.campaign_servers import Place, ServedPiece, Workload, serve_
 from benchmarks.gpu.campaign_table import as_text
 from benchmarks.gpu.goodput_search import Limits
 from benchmarks.gpu.mask_load import Burst
+from benchmarks.gpu.saturated_load import SaturatedLoad
 from benchmarks.gpu.shape_folder import make_shape_folder
 
 _ROOT = Path(__file__).parents[2]
@@ -138,6 +139,7 @@ def _run(options: argparse.Namespace, budget: Budget) -> int:
             budget.is_time_for,
             Burst(4, 24, 12, 1) if options.small else Burst(num_processes=options.processes),
             CacheLoad(96, 2, 3, 3, 40, 20, 8, 1) if options.small else CacheLoad(),
+            SaturatedLoad(3, 24, 60, 2, 48) if options.small else SaturatedLoad(),
         )
         done = {}
         for name in options.only:

@@ -18,9 +18,9 @@ from benchmarks.gpu.campaign_record import CUT, CampaignRecord, Line
 from benchmarks.gpu.few_bits_trials import PIECES as TRIALS
 from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
 from benchmarks.gpu.quantised_pieces import PRODUCTS
-from benchmarks.gpu.served import own_vllm_cache
 from benchmarks.gpu.side_by_side import VLLM_ENVIRONMENT
 from benchmarks.gpu.speculative_pieces import PIECES as SPECULATIVE
+from benchmarks.gpu.vllm_servers import own_vllm_cache
 
 _ROOT = Path(__file__).parents[2]
 _SHAPE = "llama-3.1-8b"

@@ -90,12 +90,23 @@ SERVED = (
     ServedPiece("lanes-cache", "gpu-one-card.yaml", _TWO_LANES_S, (), cache_as="lanes-cache"),
     # Two cards: what each layout makes of both. vLLM has a server on each, behind HAProxy.
     ServedPiece("pair-split", "gpu-1p1d.yaml", _SPLIT_S, (("2048/128", 16.0),), _ALL, num_cards=2),
+    # How long decode's steps are while prefill is saturated: other cards, the same card's other lane, the same engine.
+    *[
+        ServedPiece(f"{name}-saturated", config, start_s, (), saturated_as=f"{name}-saturated", num_cards=num_cards)
+        for name, config, start_s, num_cards in (
+            ("pair-split", "gpu-1p1d.yaml", _SPLIT_S, 2),
+            ("lanes", "gpu-one-card.yaml", _TWO_LANES_S, 1),
+            ("colocated", "gpu-colocated.yaml", _ONE_LANE_S, 1),
+        )
+    ],
     ServedPiece("pair-roles", "gpu-by-cost.yaml", _SPLIT_S, (), _ALL, num_cards=2),
     # Smaller steps, so that prompts beside streams hold them up for less.
     ServedPiece("pair-roles-1280", "gpu-by-cost.yaml", _SPLIT_S, (), _ALL, changes=_STEPS_OF_1280, num_cards=2),
     ServedPiece("pair-lanes", "gpu-one-card.yaml", _TWO_LANES_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-colocated", "gpu-colocated.yaml", _ONE_LANE_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-vllm", None, _VLLM_S, (), _ALL, num_cards=2),
+    # Its own 1P1D.
+    ServedPiece("pair-vllm-split", None, _VLLM_S, (), _ALL, num_cards=2, hands_over=True),
     *[
         ServedPiece(f"four-{num}p{4 - num}d", "gpu-1p1d.yaml", _SPLIT_S, (), ("2048/128",), _of_four(num), num_cards=4)
         for num in (3, 2)

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import yaml
 
-from benchmarks.gpu import cache_load, mask_load
+from benchmarks.gpu import cache_load, mask_load, saturated_load
 from benchmarks.gpu.cache_load import CacheLoad
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.goodput_search import Limits, next_rate
 from benchmarks.gpu.mask_load import Burst
 from benchmarks.gpu.recorded_steps import read_steps, told
-from benchmarks.gpu.served import our_config, vllm_server
-from benchmarks.gpu.spread import spread
-from benchmarks.real_server import free_ports, real_server
+from benchmarks.gpu.saturated_load import SaturatedLoad
+from benchmarks.gpu.served import our_config
+from benchmarks.gpu.vllm_servers import SERVED_NAME, VllmPlace, vllm_servers
+from benchmarks.real_server import real_server
 from cluster.load.client import Target
 from cluster.load.length_range import LengthRange
 from cluster.load.load_plan import LoadPlan
@@ -33,12 +34,13 @@ from cluster.load.percentile import percentile
 from cluster.load.processes import run_load
 from cluster.load.report import summarise, warnings
 
-_MODEL = "shape"
 _PERCENTILES = (50, 90, 99)
 _TAIL_S = 8.0  # of a run: warm-up, and its last requests
 METRICS = ("splitserve_slow_transfers", "splitserve_kv_transfer_rate_bytes_per_second", "splitserve_retries_total")
 METRICS += ("splitserve_lane_steps_total", "splitserve_requests_total", "splitserve_router_decisions_total")
 METRICS += ("splitserve_router_roles_total",)
+
+_Measure = Callable[[str], bool]  # of the URL: whether all of it is measured now
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,10 @@ class Workload:
 class ServedPiece:
     """One server. runs: (workload, rate). searches: workloads. changes: of the config, by dotted keys. start_s: until
     it is ready, about. reads_bytes_per_s: its transport is made so slow. has_records: what its steps took is told.
-    masks_as, cache_as: the piece under which it is noted what masks cost, and what the prefix cache brings, which vLLM
-    has then, and else not; None: that is not measured. num_cards: searches begin at as many times
-    the rate; vLLM has a server on each. flags: of vLLM's command line."""
+    masks_as, saturated_as, cache_as: the piece under which it is noted what masks cost, how long steps are beside a
+    saturated prefill, and what the prefix cache brings, which vLLM has then, and else not; None: that is not measured.
+    num_cards: searches begin at as many times the rate; vLLM has a server on each. flags: of vLLM's command line.
+    hands_over: its first server computes prompts for its second."""
 
     name: str
     config: str | None  # None: vLLM
@@ -70,9 +73,11 @@ class ServedPiece:
     reads_bytes_per_s: float | None = None
     has_records: bool = False
     masks_as: str | None = None
+    saturated_as: str | None = None
     cache_as: str | None = None
     num_cards: int = 1
     flags: tuple[str, ...] = ()
+    hands_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +96,14 @@ class Place:
     is_time_for: Callable[[float], bool]
     burst: Burst = field(default_factory=Burst)
     cache_load: CacheLoad = field(default_factory=CacheLoad)
+    saturated_load: SaturatedLoad = field(default_factory=SaturatedLoad)
 
 
 def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> bool:
     """Whether all of it is done now. Raises what the server's start raises."""
     todo = list(todo_of(piece, place, record))
-    has_masks_todo = piece.masks_as is not None and bool(mask_load.missing(piece.masks_as, place.burst, record))
-    has_cache_todo = piece.cache_as is not None and bool(cache_load.missing(piece.cache_as, place.cache_load, record))
-    if not todo and not has_masks_todo and not has_cache_todo:
+    first, last = _beside_runs(piece, place, record)
+    if not todo and not first and not last:
         return True
     if not place.is_time_for(piece.start_s + (_run_s(place, todo[0]) if todo else _TAIL_S)):
         return False
@@ -106,19 +111,15 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
     with running(piece, place) as url:
         record.add({"piece": piece.name, "workload": None, "ready_s": round(time.monotonic() - started_s, 1)})
         print(f"{piece.name}: ready after {time.monotonic() - started_s:.0f} s", flush=True)
-        if piece.masks_as is not None and has_masks_todo:
-            is_done = mask_load.measure_over_http(url, _MODEL, piece.masks_as, place.burst, record, place.is_time_for)
-            if not is_done:
-                return False
+        if not all(measure(url) for measure in first):
+            return False
         while todo := list(todo_of(piece, place, record)):
             workload, rate = todo[0]
             if not place.is_time_for(_run_s(place, todo[0])):
                 return False
             record.add(run_at(url, piece.name, place.workloads[workload], rate, place.num_processes))
-        if piece.cache_as is not None and has_cache_todo:
-            load = place.cache_load
-            if not cache_load.measure_over_http(url, _MODEL, piece.cache_as, load, record, place.is_time_for):
-                return False
+        if not all(measure(url) for measure in last):
+            return False
         if piece.config is not None:
             record.add({"piece": piece.name, "workload": None, "metrics": _metrics(url)})
     if piece.has_records:
@@ -127,6 +128,20 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
     if piece.reads_bytes_per_s is not None and not (place.logs / piece.name / "faults" / "did.slow.reads").exists():
         record.add({"piece": piece.name, "workload": None, "error": "no read was slowed: nothing was tested"})
     return True
+
+
+def _beside_runs(piece: ServedPiece, place: Place, record: CampaignRecord) -> tuple[list[_Measure], list[_Measure]]:
+    """What is still to be measured beside the runs: before them, and after them, when the cache may be full."""
+    first: list[_Measure] = []
+    last: list[_Measure] = []
+    asked: dict[str, Any] = {"model": SERVED_NAME, "record": record, "is_time_for": place.is_time_for}
+    if (name := piece.masks_as) is not None and mask_load.missing(name, place.burst, record):
+        first.append(partial(mask_load.measure_over_http, piece=name, burst=place.burst, **asked))
+    if (name := piece.saturated_as) is not None and saturated_load.missing(name, place.saturated_load, record):
+        first.append(partial(saturated_load.measure_over_http, piece=name, load=place.saturated_load, **asked))
+    if (name := piece.cache_as) is not None and cache_load.missing(name, place.cache_load, record):
+        last.append(partial(cache_load.measure_over_http, piece=name, load=place.cache_load, **asked))
+    return first, last
 
 
 def todo_of(piece: ServedPiece, place: Place, record: CampaignRecord) -> Iterator[tuple[str, float]]:
@@ -154,7 +169,7 @@ def _run_s(place: Place, run: tuple[str, float]) -> float:
 def run_at(url: str, piece: str, workload: Workload, rate: float, num_processes: int) -> Line:
     """One run; prints a line of it."""
     plan = LoadPlan(
-        target=Target(url, _MODEL),
+        target=Target(url, SERVED_NAME),
         rate_per_s=rate,
         num_requests=workload.count,
         inputs=LengthRange(workload.num_in, workload.num_in),
@@ -196,25 +211,12 @@ def running(piece: ServedPiece, place: Place) -> Iterator[str]:
         if place.vllm_site is None:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
         max_model_len = max(load.num_in + load.num_out for load in place.workloads.values()) + 64
-        cards = [None] if piece.num_cards == 1 else range(piece.num_cards)
-        ports = free_ports(len(cards))
-        with ExitStack() as stack:
-            starts = [
-                vllm_server(
-                    place.vllm_site,
-                    place.folder,
-                    max_model_len,
-                    logs / f"vllm-{card or 0}.log",
-                    has_prefix_cache=piece.cache_as is not None,
-                    card=card,
-                    port=port,
-                    flags=piece.flags,
-                )
-                for card, port in zip(cards, ports, strict=True)
-            ]
-            with ThreadPoolExecutor(len(starts)) as threads:
-                urls = list(threads.map(stack.enter_context, starts))
-            yield urls[0] if len(urls) == 1 else stack.enter_context(spread(urls, logs))
+        vllm = VllmPlace(place.vllm_site, place.folder, logs, max_model_len)
+        has_cache, hands_over = piece.cache_as is not None, piece.hands_over
+        with vllm_servers(
+            vllm, piece.num_cards, has_prefix_cache=has_cache, hands_over=hands_over, flags=piece.flags
+        ) as url:
+            yield url
         return
     config = our_config(place.configs / piece.config, place.folder)
     for key, value in {**piece.changes, **place.overrides}.items():

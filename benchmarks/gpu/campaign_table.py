@@ -12,6 +12,8 @@ from benchmarks.gpu.campaign_servers import Workload
 from benchmarks.gpu.goodput_search import best, crossing
 from benchmarks.gpu.mask_load import cost_rows
 from benchmarks.gpu.quantised_table import quantised_rows
+from benchmarks.gpu.saturated_load import HEAD as SATURATED_HEAD
+from benchmarks.gpu.saturated_load import saturated_rows
 from cluster.load.tables import table
 
 _ANCHOR = ("vllm", "2048/128", 8.0)
@@ -49,6 +51,8 @@ def as_text(record: CampaignRecord, workloads: Mapping[str, Workload], kept: Map
         parts.append(table(["what masks cost", "plain, ms", "held, ms", "+ %", "to reach", ""], costs))
     if caches := cache_rows(record, _verdict):
         parts.append(table(HEAD, caches))
+    if saturated := saturated_rows(record, _verdict):
+        parts.append(table(SATURATED_HEAD, saturated))
     if quantised := quantised_rows(record):
         parts.append(table(["weights or KV of few bits", "ours", "vLLM", "better by", "to reach", ""], quantised))
     with_kept = CampaignRecord((), ())
@@ -115,7 +119,8 @@ def _of_several(record: CampaignRecord, workloads: Mapping[str, Workload]) -> li
                 "-" if (point := best(points)) is None else f"{point.rate:g} ({crossing(points) or 'more'})"
                 for points in found
             ]
-            rows.append([piece, *cells])
+            if any(found):
+                rows.append([piece, *cells])
         if rows:
             tables.append(table([title, *workloads], rows))
     return tables

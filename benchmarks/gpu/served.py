@@ -10,16 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +19,8 @@ import yaml
 
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.side_by_side import card_name
-from benchmarks.real_server import free_port, real_server
+from benchmarks.gpu.vllm_servers import SERVED_NAME, VllmPlace, vllm_servers
+from benchmarks.real_server import real_server
 from cluster.load.client import Target
 from cluster.load.length_range import LengthRange
 from cluster.load.load_plan import LoadPlan
@@ -36,96 +29,13 @@ from cluster.load.report import summarise, warnings
 from cluster.load.tables import table
 
 _ROOT = Path(__file__).parents[2]
-_MODEL = "shape"
-_START_TIMEOUT_S, _STOP_TIMEOUT_S = 240.0, 30.0
 _COLUMNS = ("median_ttft", "p90_ttft", "p99_ttft", "median_tpot", "p90_tpot", "p99_tpot", "median_itl", "p99_itl")
 
 
 def our_config(path: Path, folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load(path.read_text())
-    config["model"] |= {"source": str(folder), "name": _MODEL, "load_format": "dummy"}
+    config["model"] |= {"source": str(folder), "name": SERVED_NAME, "load_format": "dummy"}
     return config
-
-
-@contextmanager
-def vllm_server(
-    site: Path,
-    folder: Path,
-    max_model_len: int,
-    log: Path,
-    *,
-    has_prefix_cache: bool = False,
-    card: int | None = None,
-    port: int | None = None,
-    flags: Sequence[str] = (),
-) -> Iterator[str]:
-    """Yields the URL. Blocks for a minute or two. Raises RuntimeError when it is not up in time. has_prefix_cache: and
-    its usage says how much of a prompt was found there. card: of several; None: the one there is. port: where
-    several start at once; None: any. flags: further ones."""
-    port = free_port() if port is None else port
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--load-format", "dummy"]
-    command += ["--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len)]
-    command += [*vllm_cache_flags(has_prefix_cache), *flags]
-    cards = {} if card is None else {"CUDA_VISIBLE_DEVICES": visible_card(card, os.environ)}
-    environment = own_vllm_cache(os.environ | cards) | {
-        "PYTHONPATH": f"{site}",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=folder, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_healthy(process, url, log)
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def visible_card(number: int, environment: Mapping[str, str]) -> str:
-    """The name of a card, as CUDA_VISIBLE_DEVICES has it, of those that this process sees."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[number] if visible else str(number)
-
-
-def vllm_cache_flags(has_prefix_cache: bool) -> list[str]:
-    return (
-        ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-        if has_prefix_cache
-        else ["--no-enable-prefix-caching"]
-    )
-
-
-def own_vllm_cache(environment: Mapping[str, str]) -> dict[str, str]:
-    """With a folder for compiled code that is not that of a vLLM on another card of the machine, which may be compiling
-    the same meanwhile."""
-    cards = environment.get("CUDA_VISIBLE_DEVICES")
-    if not cards:
-        return dict(environment)
-    root = Path("~/.cache").expanduser() / f"vllm-{cards.replace(',', '-')}"
-    return {"VLLM_CACHE_ROOT": str(root), **environment}
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
-            return
-        except (urllib.error.URLError, OSError):
-            pass
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(log.read_text(errors="replace")[-3000:])
-        time.sleep(0.2)
 
 
 def put_load(url: str, rates: list[float], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -133,7 +43,7 @@ def put_load(url: str, rates: list[float], options: argparse.Namespace) -> list[
     summaries = []
     for rate in rates:
         plan = LoadPlan(
-            target=Target(url, _MODEL),
+            target=Target(url, SERVED_NAME),
             rate_per_s=rate,
             num_requests=options.num_requests,
             inputs=LengthRange(options.input_len, options.input_len),
@@ -167,7 +77,8 @@ def serve_ours(folder: Path, options: argparse.Namespace, logs: Path) -> dict[st
 def serve_vllm(folder: Path, options: argparse.Namespace, logs: Path) -> dict[str, Any]:
     max_model_len = yaml.safe_load(options.config.read_text())["model"]["max_model_len"]
     started_s = time.monotonic()
-    with vllm_server(options.vllm_site, folder, max_model_len, logs / "vllm.log") as url:
+    place = VllmPlace(options.vllm_site, folder, logs, max_model_len)
+    with vllm_servers(place, 1, has_prefix_cache=False, hands_over=False) as url:
         ready_s = time.monotonic() - started_s
         print(f"vllm: ready after {ready_s:.1f} s", flush=True)
         return {"ready_s": [ready_s], "runs": put_load(url, options.rates, options)}
@@ -199,7 +110,7 @@ def main() -> None:
     results: dict[str, Any] = {"card": card_name()}
     engines = {"ours": serve_ours} | ({"vllm": serve_vllm} if options.vllm_site else {})
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make_shape_folder(options.shape, Path(temporary) / _MODEL, options.tokenizer)
+        folder = make_shape_folder(options.shape, Path(temporary) / SERVED_NAME, options.tokenizer)
         for name, serve in engines.items():
             try:
                 results[name] = serve(folder, options, options.out.parent)

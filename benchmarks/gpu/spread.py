@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
+from benchmarks.gpu.child_server import child_server
 from benchmarks.real_server import free_port
 
 _CONFIG = """global
@@ -30,7 +27,7 @@ backend servers
   http-reuse safe
 {servers}
 """
-_READY_TIMEOUT_S = 3.0
+_READY_TIMEOUT_S = 10.0
 
 
 @contextmanager
@@ -41,28 +38,8 @@ def spread(urls: Sequence[str], folder: Path) -> Iterator[str]:
 
     port = free_port()
     servers = [f"  server s{index} {url.removeprefix('http://')}" for index, url in enumerate(urls)]
-    config, log = folder / "haproxy.cfg", folder / "haproxy.log"
+    config = folder / "haproxy.cfg"
     config.write_text(_CONFIG.format(port=port, servers="\n".join(servers)))
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [get_haproxy_binary(), "-f", str(config), "-db"], stdout=file, stderr=subprocess.STDOUT
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_it_answers(process, url, log)
+    command = [get_haproxy_binary(), "-f", str(config), "-db"]
+    with child_server(command, f"http://127.0.0.1:{port}", folder / "haproxy.log", _READY_TIMEOUT_S) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline_s = time.monotonic() + _READY_TIMEOUT_S
-    while True:
-        try:
-            urlopen(f"{url}/health", timeout=2).close()
-            return
-        except (URLError, OSError) as error:
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"{error}: {log.read_text(errors='replace')[-1500:]}") from error
-        time.sleep(0.1)

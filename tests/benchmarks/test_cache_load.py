@@ -18,7 +18,7 @@ from benchmarks.gpu.campaign import ALONE, KEPT, SERVED, WORKLOADS
 from benchmarks.gpu.campaign_record import CampaignRecord
 from benchmarks.gpu.campaign_table import as_text
 from benchmarks.gpu.card_pieces import PIECES, cache_steps
-from benchmarks.gpu.served import own_vllm_cache, vllm_cache_flags
+from benchmarks.gpu.vllm_servers import own_vllm_cache, vllm_cache_flags
 from tests.engines.tiny_model import save_tiny_model
 
 LOAD = CacheLoad(40, 3, 3, 4, 20, 10, 5, 2)

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.gpu.campaign_pieces import WORKLOADS
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, running
-from benchmarks.gpu.served import visible_card
 from benchmarks.gpu.spread import spread
+from benchmarks.gpu.vllm_servers import visible_card
 
 # Listens where another one does, as vLLM's server.
 _LIKE_VLLM = """
