@@ -7,6 +7,7 @@ Ends with 1 when a promise of docs/reliability.md was not kept.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -68,4 +69,6 @@ def _run(rows: list[Row], num_clients: int, proxy: str) -> list[Outcome]:
 
 
 if __name__ == "__main__":
+    # So that the server ends with it, as at an interrupt: what a shell starts in the background hears of none.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

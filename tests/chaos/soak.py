@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -184,4 +185,6 @@ def _report(
 
 
 if __name__ == "__main__":
+    # So that the server ends with it, as at an interrupt: what a shell starts in the background hears of none.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
