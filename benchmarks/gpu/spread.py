@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from benchmarks.real_server import free_port
@@ -30,7 +30,8 @@ backend servers
   http-reuse safe
 {servers}
 """
-_READY_TIMEOUT_S = 3.0
+_START_TIMEOUT_S = 60.0  # until HAProxy answers at all: of itself in no time, but its program may have to be read
+_READY_TIMEOUT_S = 3.0  # from then on, until a server behind it does
 
 
 @contextmanager
@@ -57,12 +58,14 @@ def spread(urls: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline_s = time.monotonic() + _READY_TIMEOUT_S
+    deadline_s, has_answered = time.monotonic() + _START_TIMEOUT_S, False
     while True:
         try:
             urlopen(f"{url}/health", timeout=2).close()
             return
         except (URLError, OSError) as error:
+            if isinstance(error, HTTPError) and not has_answered:
+                deadline_s, has_answered = time.monotonic() + _READY_TIMEOUT_S, True
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"{error}: {log.read_text(errors='replace')[-1500:]}") from error
         time.sleep(0.1)
