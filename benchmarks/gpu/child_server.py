@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 _STOP_TIMEOUT_S = 30.0
 _ASK_EVERY_S = 0.1
+_REFUSES_S = 3.0  # so long at most, from when it answers, but not that it is well
 
 
 @contextmanager
@@ -47,11 +48,14 @@ def child_server(
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
+    refuses = False
     while True:
         try:
             urlopen(f"{url}/health", timeout=2).close()
             return
         except (URLError, OSError) as error:
+            if isinstance(error, HTTPError) and not refuses:
+                refuses, deadline_s = True, min(deadline_s, time.monotonic() + _REFUSES_S)
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"{error}: {log.read_text(errors='replace')[-3000:]}") from error
         time.sleep(_ASK_EVERY_S)

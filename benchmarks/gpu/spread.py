@@ -27,7 +27,7 @@ backend servers
   http-reuse safe
 {servers}
 """
-_READY_TIMEOUT_S = 10.0
+_READY_TIMEOUT_S = 60.0
 
 
 @contextmanager

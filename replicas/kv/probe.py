@@ -2,6 +2,9 @@
 
 The first makes the connection, and its time says nothing. Each that follows is larger, as long as it will take no
 longer than LONGEST_READ_S if it goes like the one before: to measure 10 MB/s takes no longer than to measure 500 GB/s.
+
+One that is too slow for a larger one to follow is made again, and the shortest counts: where processes wait for a core,
+a small read takes 15 ms now and then, and a pair that is taken for so slow is gone around for minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ LONGEST_READ_S = 0.05
 
 _FIRST_BYTES = 64 * 1024
 _GROWTH = 4
+_TRIES = 3  # of a read that is too slow
 
 
 class Probe:
@@ -21,7 +25,8 @@ class Probe:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = min(max_bytes, MAX_PROBE_BYTES)
         self._is_connected = False
-        self._took: list[tuple[int, float]] = []
+        self._took: list[tuple[int, float]] = []  # one of each size
+        self._num_tries = 0  # of the last one
         self.next_bytes: int | None = min(_FIRST_BYTES, self._max_bytes)
 
     @property
@@ -36,10 +41,20 @@ class Probe:
             self._is_connected = True
             return
         num_bytes, self.next_bytes = self.next_bytes, None
-        self._took.append((num_bytes, max(duration_s, 1e-6)))
+        duration_s = max(duration_s, 1e-6)
+        if num_bytes == self.num_bytes:
+            duration_s = min(duration_s, self._took.pop()[1])
+        else:
+            self._num_tries = 0
+        self._took.append((num_bytes, duration_s))
+        self._num_tries += 1
         larger = min(_GROWTH * num_bytes, self._max_bytes)
-        if larger > num_bytes and duration_s * larger / num_bytes <= LONGEST_READ_S:
+        if larger == num_bytes:
+            return
+        if duration_s * larger / num_bytes <= LONGEST_READ_S:
             self.next_bytes = larger
+        elif self._num_tries < _TRIES:
+            self.next_bytes = num_bytes
 
     def rate(self, replica_id: str) -> PairRate | None:
         """What is known by now. A large read's time less a small one's is that of the bytes alone."""

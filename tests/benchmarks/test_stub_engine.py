@@ -34,7 +34,8 @@ async def test_tokens_arrive_in_order_and_are_counted() -> None:
     call = GenerateCall("r", spec, 10.0, receiver.address, None)
     reply = await asyncio.wait_for(asyncio.wrap_future(engine.generate(call)), 120)
     async with asyncio.timeout(120):
-        while not frames or not any(item.finish_reason for item in frames[-1].tokens):
+        # Behind it there may be one that only says that it is idle: where this process stood still both come together.
+        while not (last := [frame for frame in frames if any(item.finish_reason for item in frame.tokens)]):
             await asyncio.sleep(0.001)
     await receiver.stop()
     assert reply.status is CallStatus.OK
@@ -43,7 +44,7 @@ async def test_tokens_arrive_in_order_and_are_counted() -> None:
     items = [item for frame in frames for item in frame.tokens]
     assert [(item.index, item.token_id) for item in items] == [(1, 42), (2, 42), (3, 42), (4, 42)]
     assert items[-1].finish_reason is FinishReason.LENGTH
-    assert frames[-1].load == stub_load(num_running=1, step_s=0.001)
+    assert [frame.load for frame in last] == [stub_load(num_running=1, step_s=0.001)]
 
 
 def test_metadata_is_what_the_router_reads() -> None:

@@ -51,14 +51,15 @@ def test_goes_on_when_ray_does_not_answer(monkeypatch: pytest.MonkeyPatch, capsy
 def test_waits_for_replacements_only_if_there_will_be_any(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, waited_s: float
 ) -> None:
-    asked, waits = [], []
+    asked, least, most = [], [], []
 
     def ask(timeout_s: float, node_id: str | None) -> str | None:
         asked.append(timeout_s)
         return reason
 
     def wait(is_done: object, deadline_s: float, now: object, sleep: object) -> bool:
-        waits.append(deadline_s - begun_s)
+        least.append(deadline_s - time.monotonic())
+        most.append(deadline_s - begun_s)
         return False
 
     monkeypatch.setattr(node_drain, "ask_to_drain", ask)
@@ -66,4 +67,5 @@ def test_waits_for_replacements_only_if_there_will_be_any(
     begun_s = time.monotonic()
     assert node_drain.main(["--timeout-s=20", "--replacement-s=30"]) == 1
     assert asked == [50.0], "Ray's deadline has room for both"
-    assert waits == [pytest.approx(waited_s, abs=1.0)]
+    assert least[0] <= waited_s <= most[0], "whatever time has passed in between"
+    assert len(most) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import threading
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from tests.helm.chart import ALL_VALUES, render
+from tests.server.local_ray import free_port
 
 PROMETHEUS = shutil.which("prometheus")
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
@@ -82,25 +84,24 @@ def _query(url: str, text: str) -> list[dict[str, Any]]:
 
 def test_counts_everything_once(ingress: str, tmp_path: Path) -> None:
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(_scrape_config(ingress)))
-    port = int(ingress.rpartition(":")[2]) + 1
+    port = free_port()
     options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
     options.append(f"--web.listen-address=127.0.0.1:{port}")
     process = subprocess.Popen([str(PROMETHEUS), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline_s = time.monotonic() + 120
-        while True:
-            try:
-                if _query(url, "requests_total"):
-                    break
-            except (httpx.TransportError, httpx.HTTPStatusError):
-                pass
+        # Of one moment: a scrape takes a second at most, and where this process stands still for longer it has failed.
+        found: list[dict[str, Any]] = []
+        while not any(one["metric"]["__name__"] == "requests_total" for one in found):
             assert time.monotonic() < deadline_s
             time.sleep(0.5)
-        (up,) = _query(url, "up")
+            with contextlib.suppress(httpx.TransportError, httpx.HTTPStatusError):
+                found = _query(url, '{__name__=~"up|requests_total"}')
+        (up,) = (one for one in found if one["metric"]["__name__"] == "up")
         assert up["value"][1] == "1"
         assert not {"pod", "node", "container", "endpoint"} & set(up["metric"])
-        (series,) = _query(url, "requests_total")
+        (series,) = (one for one in found if one["metric"]["__name__"] == "requests_total")
         # The labels that series have themselves are kept.
         assert series["metric"]["pod"] == "own"
         assert series["value"][1] == "7"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -12,9 +12,11 @@ import httpx
 
 from tests.golden.golden_set import Golden
 from tests.server.generate import golden_request, stream
+from tests.server.processes import wait_until
 from tests.server.running_server import RunningServer
 
 _RETRY_S = 0.1  # of a client whose request failed
+_PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +118,23 @@ def steady_streams(
         for thread in threads:
             thread.join(150.0)
     assert not any(thread.is_alive() for thread in threads), "a stream never ended"
+
+
+@contextmanager
+def held_open(
+    streams: SteadyStreams, num_clients: int, is_as_wanted: Callable[[], bool] | None = None
+) -> Iterator[None]:
+    """Within, each client has a stream that is not over, nor all with its client, which may be late to read. They go on
+    and are held again until it is as wanted."""
+    server = streams.server
+    while True:
+        server.hold("decode.step")
+        try:
+            wait_until(lambda: server.total("splitserve_requests_in_flight", pool="decode") == num_clients, _PATIENCE_S)
+            if is_as_wanted is None or is_as_wanted():
+                yield
+                return
+        finally:
+            server.clear_faults()
+        num_ended = len(streams.ended)
+        wait_until(lambda before=num_ended: len(streams.ended) > before, _PATIENCE_S)  # type: ignore[misc]

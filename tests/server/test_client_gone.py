@@ -132,6 +132,14 @@ def test_everything_is_free_again(server: RunningServer, name: str, streamed: bo
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_everything_is_free_again_mid_decode(server: RunningServer, streamed: bool) -> None:
+    """Where this process stands still the answer may be over before its client goes: then another one."""
+    tries = (_forwarded_for_one_that_goes(server, streamed) for _ in range(3))
+    assert any(num_tokens < 300 for num_tokens in tries)
+    _still_serves(server)
+
+
+def _forwarded_for_one_that_goes(server: RunningServer, streamed: bool) -> float:
+    """Of 400 tokens and a prompt."""
     server.wait_for_baseline()
     before = server.total("splitserve_forwarded_tokens_total")
     client = Client(server, streamed, num_tokens=400)
@@ -142,8 +150,7 @@ def test_everything_is_free_again_mid_decode(server: RunningServer, streamed: bo
     )
     client.cut()
     server.wait_for_baseline()
-    assert server.total("splitserve_forwarded_tokens_total") < before + 300
-    _still_serves(server)
+    return server.total("splitserve_forwarded_tokens_total") - before
 
 
 def _still_serves(server: RunningServer) -> None:

@@ -54,12 +54,14 @@ def test_sigterm_moves_all_streams_and_no_token_is_lost(tmp_path: Path) -> None:
         server.client(PATIENCE_S) as client,
         ThreadPoolExecutor(NUM_STREAMS) as pool,
     ):
-        # Until the signal no stream goes beyond its first token: none ends before, however fast this machine is.
+        # Until the signal has been heard no stream goes beyond its first token: none ends before, however fast this
+        # machine is, and however late that process gets to hear it.
         server.hold("decode.step")
         asked = [pool.submit(stream, client, "/v1/completions", _body(spec)) for spec in specs]
         wait_until(lambda: server.total("splitserve_time_to_first_token_seconds_count") >= NUM_STREAMS, PATIENCE_S)
         pid, told_s = replicas(server, "decode")[0], time.monotonic()
         os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: "SIGTERM: draining" in server.log(), PATIENCE_S)
         server.clear_faults()
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), PATIENCE_S)
         gone_s, num_ended = time.monotonic() - told_s, sum(future.done() for future in asked)

@@ -63,7 +63,10 @@ def test_beyond_the_queue_bound_requests_are_turned_away(server: RunningServer) 
     body = {"prompt": [5] * 100, "max_tokens": 400, "temperature": 0}
     server.hold("decode.step")
     with server.client() as client, ThreadPoolExecutor(num_requests) as pool:
-        futures = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(num_requests)]
+        futures = [pool.submit(client.post, "/v1/completions", json=body)]
+        # Until everybody knows that it is admitted: one that is yet to be is one of those that wait.
+        wait_until(lambda: _in_flight(server) == 1 and not server.total("splitserve_requests_queued"), 120.0)
+        futures += [pool.submit(client.post, "/v1/completions", json=body) for _ in range(num_requests - 1)]
         wait_until(lambda: sum(future.done() for future in futures) >= 9, 120.0)
         time.sleep(1.0)  # nobody else is
         cut_connections(client)
@@ -74,3 +77,7 @@ def test_beyond_the_queue_bound_requests_are_turned_away(server: RunningServer) 
     assert all(answer.json()["error"]["code"] == "queue_full" for answer in answers)
     assert server.total("splitserve_request_rejections_total", reason="queue_full") == before + 9
     server.wait_for_baseline()
+
+
+def _in_flight(server: RunningServer) -> float:
+    return server.total("splitserve_requests_in_flight", pool="decode")
