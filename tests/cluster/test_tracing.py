@@ -248,7 +248,9 @@ async def test_spans_reach_a_collector_over_http() -> None:
     server = await asyncio.start_server(collect, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     metrics = IngressMetrics(MODEL, "1", "2")
-    tracing = open_tracing(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), MODEL, metrics)
+    # What is not delivered in time is dropped, and this machine may stand still for longer than usual.
+    config = TracingConfig(endpoint=f"http://127.0.0.1:{port}", export_timeout_s=120.0)
+    tracing = open_tracing(config, MODEL, metrics)
     assert tracing is not None
     tracing.request(TEXT, {}).over("ok", ["stop"], 3)
     await asyncio.to_thread(tracing.stop)
