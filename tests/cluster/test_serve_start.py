@@ -39,17 +39,17 @@ def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("proxy", ["serve", "haproxy"])
 def test_a_port_that_is_taken_is_named(proxy: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(UserError, match=rf"server\.port: {port} on 127\.0\.0\.1 is taken"):
-            serve_command.run_server(config(port=port, proxy=proxy))
+    port = free_port()  # not one of the system's: somebody else who connects could be given it when it comes free
+    taken = rf"server\.port: {port} on 127\.0\.0\.1 is taken"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match=taken):
+        serve_command.run_server(config(port=port, proxy=proxy))
     assert serve_command.run_server(config(port=port, proxy=proxy)) == 0
 
 
 def test_a_port_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_command, "_PORT_PATIENCE_S", 60.0)
-    other = socket.create_server(("127.0.0.1", 0))
-    port = other.getsockname()[1]
+    port = free_port()
+    other = socket.create_server(("127.0.0.1", port))
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(serve_command.run_server, config(port=port))
         time.sleep(0.5)

@@ -221,11 +221,23 @@ def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
 
 
 def test_g05_encoding_lets_other_threads_run(tokenizer: Tokenizer) -> None:
-    text = "hello world " * 40_000
-    thread = threading.Thread(target=tokenizer.encode, args=(text,), kwargs={"add_special_tokens": False})
+    """Encoding takes a sixth of a second, in which a busy machine may not run this thread: then again."""
+    assert any(turns_beside_encoding(tokenizer) > 20 for _ in range(10))  # 1 or 2 if it kept the interpreter for itself
+
+
+def turns_beside_encoding(tokenizer: Tokenizer) -> int:
+    """How often this thread had its turn while another one encoded a long text."""
+    begun = threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        tokenizer.encode("hello world " * 40_000, add_special_tokens=False)
+
+    thread = threading.Thread(target=encode)
     num_turns = 0
     thread.start()
+    begun.wait()
     while thread.is_alive():
         time.sleep(0.001)
         num_turns += 1
-    assert num_turns > 20  # 1 or 2 if it kept the interpreter for itself
+    return num_turns
