@@ -275,6 +275,7 @@ def visits(number: int) -> list[tuple[int, int]]:
         source.await_idle()
         assert source.thread.stop()
         until(lambda: not reader.thread.snapshot().peers_loaded)
+        reader.await_turn()  # it is not counted any more before it is unloaded
         del pair, source
         gc.collect()  # what it was made of itself
         pages = int(Path("/proc/self/statm").read_text().split()[1])
