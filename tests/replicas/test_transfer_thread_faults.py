@@ -151,7 +151,19 @@ def test_a_peer_that_stays_is_kept_however_quiet() -> None:
         assert engine.thread.stop()
 
 
-class Breaking(FakeTransport):
+class Racing(FakeTransport):
+    """Does something just before it looks for notifications."""
+
+    before_poll: Callable[[], None] | None = None
+
+    def poll_notifications(self) -> list[tuple[str, bytes]]:
+        action, self.before_poll = self.before_poll, None
+        if action is not None:
+            action()
+        return super().poll_notifications()
+
+
+class Breaking(Racing):
     """Its connections break, though everybody lives: what they are asked to carry raises, until they are made anew."""
 
     num_made = 0
@@ -182,34 +194,31 @@ def test_a_broken_connection_is_known_before_the_offer_and_made_anew() -> None:
 
     pair = Pair(Engine(make, verify=False), fake_engine(network, "decode"))
 
-    def problem(transfer_id: str) -> str:
+    def check(transfer_id: str) -> None:
         pair.source.thread.check_reader(transfer_id, pair.reader.peer)
+
+    def problem(transfer_id: str) -> str:
         event = pair.source.await_event(ReaderChecked, transfer_id)
         assert isinstance(event, ReaderChecked)
         return event.problem
 
+    def breaks() -> None:
+        """Before a turn's commands, this check among them; at its end all peers may be asked, which mends it."""
+        transports[0].is_broken = True
+        check("b")
+
+    check("a")
     assert problem("a") == ""
-    transports[0].is_broken = True
+    transports[0].before_poll = breaks
     assert problem("b") == "the connection is broken"
     until(lambda: not transports[0].is_broken)
+    check("c")
     assert problem("c") == ""
     assert transports[0].num_made == 2
     pair.read("d")
     pair.reader.await_event(KvReady, "d")
     for engine in (pair.source, pair.reader):
         assert engine.thread.stop()
-
-
-class Racing(FakeTransport):
-    """Does something just before it looks for notifications."""
-
-    before_poll: Callable[[], None] | None = None
-
-    def poll_notifications(self) -> list[tuple[str, bytes]]:
-        action, self.before_poll = self.before_poll, None
-        if action is not None:
-            action()
-        return super().poll_notifications()
 
 
 class Telling(NetworkFaults):
