@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from replicas.channels.wire import decode_notification
 from replicas.kv.handoff_actions import (
     CommandRefused,
     HandoffArrived,
@@ -21,7 +22,7 @@ from replicas.kv.handoff_actions import (
 )
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable
 from replicas.kv.transfer_thread import TransferThread
-from replicas.messages import TransferPeer
+from replicas.messages import Handoff, TransferPeer
 from tests.replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
 from tests.replicas.transfer_engines import SHAPE, TIMING, WAIT_S, Engine, Pair, deadline_s, until
 
@@ -228,13 +229,14 @@ def test_a_broken_connection_is_known_before_the_offer_and_made_anew() -> None:
 
 
 class Telling(NetworkFaults):
-    """Tells that something was sent; a poll from then on finds it."""
+    """Tells that a handoff was sent; a poll from then on finds it."""
 
     def __init__(self) -> None:
         self.sent = threading.Event()
 
     def notification_delays_s(self, sender: str, receiver: str, payload: bytes) -> Sequence[float]:
-        self.sent.set()
+        if isinstance(decode_notification(payload), Handoff):
+            self.sent.set()
         return (0.0,)
 
 
