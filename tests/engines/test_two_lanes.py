@@ -191,7 +191,7 @@ def test_a_request_that_is_cancelled_while_its_prompt_is_computed(
 ) -> None:
     """Its blocks and slots are nobody's until that step is over, whatever the other lane commits."""
     golden = tiny_goldens.of(16)
-    goes_on, _ = hold_prompts(two_lanes, monkeypatch, 33)
+    goes_on, _ = hold_prompts(two_lanes, monkeypatch, 33, rows_wait=True)  # else the stream may be over by then
     scheduler = two_lanes.decode.engine.scheduler
 
     async def run() -> Generated:
