@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,10 @@ from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from replicas.serving.engine_builder import BuiltEngine, build_engine
 from replicas.settings import EngineSettings
+from scheduler.plan import StepPlan
 from tests.engines.local_system import Generated, LocalPool, collect
+
+PATIENCE_S = 120.0
 
 
 class ManyLocal(PoolClient):
@@ -85,7 +89,10 @@ class ManySystem:
         )  # fmt: skip
         await router.start()
         router.pools_changed(decode.replicas())
-        killing = None if kill_after is None else asyncio.create_task(self._kill(router, decode, kill_after))
+        killing = None
+        if kill_after is not None:
+            is_due, has_died = self._stands_still_after(kill_after)
+            killing = asyncio.create_task(self._kill(router, decode, is_due, has_died))
         places = asyncio.Semaphore(num_at_once)
 
         async def collected(generation: Generation) -> Generated:
@@ -99,11 +106,28 @@ class ManySystem:
                 await killing
             await router.stop()
 
-    async def _kill(self, router: Router, decode: ManyLocal, kill_after: int) -> None:
+    def _stands_still_after(self, kill_after: int) -> tuple[threading.Event, threading.Event]:
+        """The first decode engine takes no further step then, until it has died: else it might be through before."""
+        engine, is_due, has_died = self.decodes["decode-0"].engine, threading.Event(), threading.Event()
+        launch = engine._launch
+
+        def launched(plan: StepPlan) -> Any:
+            if engine.scheduler.batch.num_forwarded_tokens >= kill_after:
+                is_due.set()
+                assert has_died.wait(PATIENCE_S)
+            return launch(plan)
+
+        engine._launch = launched  # type: ignore[method-assign]
+        return is_due, has_died
+
+    async def _kill(
+        self, router: Router, decode: ManyLocal, is_due: threading.Event, has_died: threading.Event
+    ) -> None:
         victim = self.decodes["decode-0"]
-        while victim.engine.scheduler.batch.num_forwarded_tokens < kill_after:
+        while not is_due.is_set():
             await asyncio.sleep(0.001)
         assert victim.engine.calls.by_id, "it dies in the middle of something"
         decode.die("decode-0")
         router.pools_changed(decode.replicas())
+        has_died.set()
         await asyncio.to_thread(victim.engine.stop)

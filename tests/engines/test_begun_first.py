@@ -9,6 +9,7 @@ from cluster.routing.generation import Generation
 from replicas.settings import FaultSettings
 from scheduler.generation_spec import GenerationSpec
 from tests.engines.dying_engines import AdmissionLog, dying_engines
+from tests.engines.held_streams import held_streams
 from tests.engines.local_system import GREEDY, collect, touch
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
@@ -33,10 +34,11 @@ def test_streams_of_a_dead_engine_go_before_whoever_waits_at_its_full_peer(
     async def run() -> None:
         async with engines.routed(queue_s=300.0) as router:
             log = AdmissionLog(engines.engines["decode-1"])
-            streams = [asyncio.create_task(collect(router, of)) for of in begun]
-            while not all(of.binding.is_final for of in begun):
-                await asyncio.sleep(0.001)
-            touch(tmp_path, "hold.decode.step")  # so that nobody ends before all wait
+            with held_streams(engines.engines.values(), 32):
+                streams = [asyncio.create_task(collect(router, of)) for of in begun]
+                while not all(of.binding.is_final for of in begun):
+                    await asyncio.sleep(0.001)
+                touch(tmp_path, "hold.decode.step")  # so that nobody ends before all wait
             late = [asyncio.create_task(collect(router, of)) for of in newcomers]
             while sum(built.engine.scheduler.num_queued for built in engines.engines.values()) < NUM_NEWCOMERS:
                 await asyncio.sleep(0.001)

@@ -100,9 +100,11 @@ def test_an_engine_that_stands_still_is_told_from_one_that_works(
         try:
             assert await works_without_an_alarm(router) or await works_without_an_alarm(router)
             golden = goldens[0]
+            touch(faults, "hold.decode.step")  # it is not over before anybody has seen it
             task = asyncio.create_task(collect(router, system.generation(golden.prompt_ids, 64)))
             await until(lambda: system.decode.engine.status.ledger.num_active == 1)
             touch(faults, "freeze.decode.thread")
+            (faults / "hold.decode.step").unlink()
             await until(lambda: bool(ends))
             assert watch.stalled_s >= watch_s
             (faults / "freeze.decode.thread").unlink()

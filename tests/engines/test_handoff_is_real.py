@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import LocalSystem, touch
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
+
+PATIENCE_S = 120.0
 
 
 def _system(model: Path, fault_dir: Path, lag: int = 0, verify: bool = True) -> LocalSystem:
@@ -137,7 +140,10 @@ def test_zeroing_the_source_after_confirmation_changes_nothing(
     golden = tiny_goldens.of(48)
     touch(fault_dir, "zero.source")
     (got,) = system.run([system.generation(golden.prompt_ids, 32)])
-    assert (fault_dir / "did.zero.source").exists()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not (fault_dir / "did.zero.source").exists():  # prefill does so once it has told decode
+        assert time.monotonic() < deadline_s, "not in time"
+        time.sleep(0.01)
     assert got.token_ids[0] == golden.output_ids[:32]
 
 

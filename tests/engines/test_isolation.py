@@ -81,7 +81,7 @@ def test_a_poisoned_request_fails_alone(
     assert error.status == 500
     for golden, generated in zip(goldens, good, strict=True):
         assert generated.token_ids == {0: golden.output_ids[:24]}
-    assert system.decode.engine.is_healthy(max_silence_s=10)
+    assert system.decode.engine.is_healthy(max_silence_s=120)
 
 
 def test_what_a_poisoned_request_left_in_its_blocks_harms_nobody(system: LocalSystem, goldens: list[Golden]) -> None:

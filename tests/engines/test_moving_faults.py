@@ -18,6 +18,7 @@ from cluster.routing.router import Router
 from cluster.routing.router_limits import MigrationLimits
 from replicas.settings import FaultSettings
 from tests.engines.grammar_reference import GrammarReference
+from tests.engines.held_streams import held_streams
 from tests.engines.local_system import Generated, collect, touch
 from tests.engines.moving_system import MovingSystem, movable
 from tests.engines.test_moving import check, mixed
@@ -59,11 +60,12 @@ class Scene:
     async def generate(self, count: int, point: str | None, then: str) -> tuple[list[Generation], list[Generated]]:
         """point: where the move is held until `then` has been done."""
         asked = mixed(self.system, count, 100)
-        running = [asyncio.create_task(collect(self.router, one)) for one in asked]
-        attempt = await self._one_at_old()
-        if point is not None:
-            touch(self.faults / PHASES[point], f"hold.{point}")
-        assert self.router._moves.start(attempt, LEAVING)
+        with held_streams([self.system.decodes[OLD]], 20):
+            running = [asyncio.create_task(collect(self.router, one)) for one in asked]
+            attempt = await self._one_at_old()
+            if point is not None:
+                touch(self.faults / PHASES[point], f"hold.{point}")
+            assert self.router._moves.start(attempt, LEAVING)
         if point is not None:
             await until(lambda: (self.faults / PHASES[point] / f"did.hold.{point}").exists())
         if then != "goes on":

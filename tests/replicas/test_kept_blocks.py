@@ -64,7 +64,7 @@ def be_source() -> None:
             disputed = source.await_event(BlocksDisputed, values[0])
             assert isinstance(disputed, BlocksDisputed)
             _print({"disputed": disputed.block_ids, "errors": source.thread.snapshot().errors})
-    assert source.thread.stop()
+    assert source.thread.stop(WAIT_S)
 
 
 def _lie(how: str, digests_of: DigestBlocks, block_ids: Sequence[int]) -> bytes:
@@ -130,7 +130,7 @@ class Remote:
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(WAIT_S) == 0
-        assert self.reader.thread.stop()
+        assert self.reader.thread.stop(WAIT_S)
 
     def _tell(self, *words: object) -> None:
         assert self.process.stdin is not None

@@ -311,6 +311,11 @@ class Remote:
             self.reader.notify(self.peer.agent_name, b"hello")
         self.reader.close()
 
+    def stand_still(self) -> None:
+        """Until SIGCONT. Once this is over: the signal takes its time, in which reads would go on."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -372,7 +377,7 @@ def test_a_source_that_dies_idle_becomes_unreachable(remotes: list[Remote]) -> N
 
 def test_removing_a_peer_does_not_pretend_that_its_reads_have_ended(remotes: list[Remote]) -> None:
     remote = remotes[1]
-    remote.process.send_signal(signal.SIGSTOP)
+    remote.stand_still()
     handle = remote.start(list(range(64)))
     remote.reader.remove_peer(remote.peer.agent_name)
     with pytest.raises(PeerUnreachable):
@@ -388,7 +393,7 @@ def test_removing_a_peer_does_not_pretend_that_its_reads_have_ended(remotes: lis
 def test_a_source_that_dies_fails_reads_in_flight_and_refuses_new_ones(remotes: list[Remote]) -> None:
     remote = remotes[1]
     remote.load()
-    remote.process.send_signal(signal.SIGSTOP)
+    remote.stand_still()
     handles = [remote.start(list(range(32))), remote.start(list(range(32, 64)))]
     with pytest.raises(ValueError):
         remote.reader.release_read(handles[0])
@@ -446,7 +451,7 @@ SCATTERED = [0, 2, 4, 6, 9, 11, 20, 63]  # a descriptor each
 def test_a_read_that_failed_in_part_is_never_said_to_have_ended(stoppable: Remote, point: str) -> None:
     """Its other descriptors land long after NIXL has called it failed: whoever had got the blocks would be hurt."""
     reader = stoppable.reader
-    stoppable.process.send_signal(signal.SIGSTOP)
+    stoppable.stand_still()
     reader._agent._agent = failing = HalfFailing(reader._agent._agent, point)
     handle = stoppable.start(SCATTERED)
     assert reader.num_descriptors(handle) == len(SCATTERED)
@@ -468,7 +473,7 @@ def test_a_read_that_failed_in_part_is_never_said_to_have_ended(stoppable: Remot
 
 
 def test_a_source_that_dies_in_a_probe_fails_it(stoppable: Remote) -> None:
-    stoppable.process.send_signal(signal.SIGSTOP)
+    stoppable.stand_still()
     handle = stoppable.reader.start_probe(stoppable.peer, 1 << 24)
     with pytest.raises(ValueError):
         stoppable.reader.close()
@@ -495,8 +500,7 @@ def stopped_in_mid_read(remote: Remote) -> ReadHandle:
     """The source stands still, so that it is sure what has not landed when it dies."""
     for _ in range(100):
         handle = started_and_not_ended(remote)
-        remote.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, remote.process.pid, os.WSTOPPED)  # the signal takes its time
+        remote.stand_still()
         for _ in range(100):  # and what is on its way already lands
             if (state := remote.reader.poll_read(handle)) is not ReadState.READING:
                 break

@@ -39,8 +39,8 @@ def nixl_pair(timing: HandoffTiming) -> Iterator[Pair]:
     source = Engine(lambda pool: NixlTransport(pool, "prefill-0", "s1", "f"), timing=timing)
     reader = Engine(lambda pool: NixlTransport(pool, "decode-0", "r1", "f"), timing=timing)
     yield Pair(source, reader)
-    assert reader.thread.stop()
-    assert source.thread.stop()
+    assert reader.thread.stop(WAIT_S)
+    assert source.thread.stop(WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -273,15 +273,16 @@ def visits(number: int) -> list[tuple[int, int]]:
         pair.read(f"visit-{number}")
         reader.await_event(KvReady, f"visit-{number}")
         source.await_idle()
-        assert source.thread.stop()
+        assert source.thread.stop(WAIT_S)
         until(lambda: not reader.thread.snapshot().peers_loaded)
+        reader.await_turn()  # it is not counted any more before it is unloaded
         del pair, source
         gc.collect()  # what it was made of itself
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return len(list(Path("/proc/self/fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE") // 1024
 
     seen = [come_and_go(i) for i in range(number)]
-    assert reader.thread.stop()
+    assert reader.thread.stop(WAIT_S)
     return seen
 
 
@@ -324,7 +325,7 @@ def test_many_transfers_one_read_at_a_time() -> None:
     move_many(Pair(source, reader))
     assert max(most) == 1
     for engine in (reader, source):
-        assert engine.thread.stop()
+        assert engine.thread.stop(WAIT_S)
 
 
 def move_many(pair: Pair) -> None:

@@ -15,6 +15,7 @@ from replicas.kv.handoff_actions import (
     HandoffTiming,
     KvLost,
     LossReason,
+    ReadReleased,
     SourceOutcome,
     SourceReleased,
 )
@@ -67,6 +68,7 @@ class Engine:
         self.events: list[Event] = []
         self.changed = threading.Condition()
         self.raises = False
+        self._num_turns = 0
         digester = BlockDigester.for_pool(self.pool)
         self.thread = TransferThread(
             lambda: make(self.pool),
@@ -102,11 +104,21 @@ class Engine:
         return [type(event).__name__ for event in self.events if event.transfer_id == transfer_id]
 
     def await_idle(self) -> None:
+        """Until nothing is open, and all that follows from its end has been done: a lease is over before its hooks."""
+
         def idle() -> bool:
             now = self.thread.snapshot()
             return not (now.leases_open or now.reads_expected or now.reads_in_flight)
 
         until(idle)
+        self.await_turn()
+
+    def await_turn(self) -> None:
+        """Until the turn that the thread is in is over: commands are taken before what a turn does."""
+        self._num_turns += 1
+        nothing = f"turn-{self._num_turns}"
+        self.thread.read_into(nothing, (), 0)  # of a transfer that is not: it is answered, and changes nothing
+        self.await_event(ReadReleased, nothing)
 
 
 def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
