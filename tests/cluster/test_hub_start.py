@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,22 @@ print(max(told) == found.num_bytes - found.config.stat().st_size or (told, found
     with fake_hub(HUB) as url:
         done = run({"HF_ENDPOINT": url}, tmp_path, program=program)
     assert done.stdout == "True\n", done.stdout + done.stderr
+
+
+def test_files_that_come_at_the_same_time_are_all_counted() -> None:
+    """The Hub's library lets several threads tell one bar."""
+    told: list[int] = []
+    bar = hub_model._bar_class(told.append)(unit="B")
+
+    class Piece(int):
+        def __int__(self) -> int:
+            other = threading.Thread(target=bar.update, args=(5,))  # while this one is being counted
+            other.start()
+            other.join()
+            return 7
+
+    bar.update(Piece(7))
+    assert told == [5, 12]
 
 
 def test_its_library_is_loaded_before_the_hub_is_waited_for(tmp_path: Path) -> None:
