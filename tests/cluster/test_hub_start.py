@@ -35,9 +35,10 @@ _PROGRAM = """
 import json, sys
 from cluster.launch import start
 from cluster.launch.machine import Machine
+from cluster.terminal import steps
 from replicas import hub_model
 from replicas.hub_model import HubRefusal, refuse_unavailable
-hub_model._PATIENCE_S = 60.0  # the machine may stand still
+hub_model._PATIENCE_S = steps._LINE_PERIOD_S = 60.0  # the machine may stand still
 start.check_address = lambda *_: None
 planned = start.plan_start(start.Typed("org/tiny", None, None, {}), Machine(2, 24 * 10**9, 20 * 10**9))
 if sys.argv[1:] == ["plan"]:
