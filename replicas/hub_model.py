@@ -108,13 +108,16 @@ def _bar_class(on_bytes: Callable[[int], None]) -> Any:
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self.counts_bytes, self.num_counted = options.get("unit") == "B", 0
+            self.lock = threading.Lock()  # files that come at the same time share a bar
             super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:
-            self.num_counted += int(n or 0)
-            # Of several bars, of what has come and of what has been written, each is told: the later one is right.
-            if self.counts_bytes and n:
-                on_bytes(self.num_counted)
+            more = int(n or 0)
+            with self.lock:
+                self.num_counted += more
+                # Of several bars, of what has come and of what has been written, each is told: the later one is right.
+                if self.counts_bytes and more:
+                    on_bytes(self.num_counted)
             return None
 
     return Bar

@@ -36,7 +36,7 @@ def is_running(pid: int) -> bool:
     """A zombie is not: whether its parent asks for it is not ours to say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it went between opening and reading
         return False
 
 

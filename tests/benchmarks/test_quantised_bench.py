@@ -101,7 +101,7 @@ def test_a_piece_that_hangs_ends_with_all_that_it_started_and_leaves_its_figures
 def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it went between opening and reading
         return False
 
 

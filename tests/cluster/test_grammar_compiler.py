@@ -48,7 +48,7 @@ def processes_of(compiler: GrammarCompiler) -> list[int]:
 def is_there(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it went between opening and reading
         return False
 
 
@@ -252,11 +252,11 @@ async def test_300_hostile_ones_are_refused_or_compiled_and_leave_nothing(compil
     assert sum(outcomes.values()) > 300
     assert all(0 < len(reason) < 700 for reason in reasons)
     assert min(outcomes.values()) > 10, outcomes
+    assert await compiler.compile(GOOD)  # behind one that died there may be no child yet
     pid, child = processes_of(compiler)
     assert pid == first
     assert _resident_kb(first) < before + 20_000
     assert _resident_kb(child) < before + 100_000
-    assert await compiler.compile(GOOD)
 
 
 def _resident_kb(pid: int) -> int:

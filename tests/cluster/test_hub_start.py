@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,10 @@ _PROGRAM = """
 import json, sys
 from cluster.launch import start
 from cluster.launch.machine import Machine
+from cluster.terminal import steps
 from replicas import hub_model
 from replicas.hub_model import HubRefusal, refuse_unavailable
-hub_model._PATIENCE_S = 60.0  # the machine may stand still
+hub_model._PATIENCE_S = steps._LINE_PERIOD_S = 60.0  # the machine may stand still
 start.check_address = lambda *_: None
 planned = start.plan_start(start.Typed("org/tiny", None, None, {}), Machine(2, 24 * 10**9, 20 * 10**9))
 if sys.argv[1:] == ["plan"]:
@@ -112,6 +114,22 @@ print(max(told) == found.num_bytes - found.config.stat().st_size or (told, found
     with fake_hub(HUB) as url:
         done = run({"HF_ENDPOINT": url}, tmp_path, program=program)
     assert done.stdout == "True\n", done.stdout + done.stderr
+
+
+def test_files_that_come_at_the_same_time_are_all_counted() -> None:
+    """The Hub's library lets several threads tell one bar."""
+    told: list[int] = []
+    bar = hub_model._bar_class(told.append)(unit="B")
+
+    class Piece(int):
+        def __int__(self) -> int:
+            other = threading.Thread(target=bar.update, args=(5,))  # while this one is being counted
+            other.start()
+            other.join()
+            return 7
+
+    bar.update(Piece(7))
+    assert told == [5, 12]
 
 
 def test_its_library_is_loaded_before_the_hub_is_waited_for(tmp_path: Path) -> None:
