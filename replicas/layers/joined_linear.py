@@ -8,7 +8,7 @@ memory once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,17 +19,18 @@ from replicas.layers.place import Change, Place
 
 @dataclass(slots=True)
 class _Held:
-    """Parts not taken yet, by index, and their input: held, so that no other tensor can be taken for it.
+    """Of the last product: its input, so that no other tensor can be taken for it, and the parts not taken yet, by
+    index. Replaced as one, so that a thread never takes another's parts.
 
-    Not attributes of the module: to set one of those costs as much as a small kernel.
+    Not an attribute of the module: to set one of those costs as much as a small kernel.
     """
 
-    input: torch.Tensor | None = None
-    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
+    last: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
 
 
 class JoinedLinear(nn.Module):
-    """Several linear layers of one input. One thread at a time.
+    """Several linear layers of one input. Any thread: of two at once (both lanes on a CPU) each gets its own parts, and
+    may compute a product twice.
 
     linear: all of them as one, in whatever way that computes its product. sizes: the parts' out_features.
     """
@@ -47,13 +48,14 @@ class JoinedLinear(nn.Module):
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Part `index` of the product with x, [..., sizes[index]]: a view of it, not contiguous."""
-        held = self._held
-        if x is not held.input or index not in held.waiting:
-            held.input = x
-            held.waiting = dict(enumerate(self.product(x).split(self.sizes, dim=-1)))
-        output = held.waiting.pop(index)
-        if not held.waiting:
-            held.input = None
+        last = self._held.last
+        if last is None or x is not last[0] or index not in last[1]:
+            last = x, dict(enumerate(self.product(x).split(self.sizes, dim=-1)))
+            self._held.last = last
+        waiting = last[1]
+        output = waiting.pop(index)
+        if not waiting:
+            self._held.last = None
         return output
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import transformers
 from torch import nn
 
 from replicas.layers.joined_linear import JoinedLinear, ProjectionPart
-from replicas.layers.linear import join_linear_layers
+from replicas.layers.linear import PlainLinear, join_linear_layers
 from replicas.layers.replaced_layers import ReplacedLayers, before_serving, replace_layers
 
 TINY = {
@@ -140,13 +144,74 @@ def test_any_order_of_calls_and_inputs(order: tuple[int, ...]) -> None:
                     torch.testing.assert_close(parts[index](given), layers[index](given), rtol=1e-5, atol=1e-6)
 
 
+class Interrupted(PlainLinear):
+    """Something else is done in the middle of its next product."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if (meanwhile := self.meanwhile) is not None:
+            self.meanwhile = None
+            meanwhile()
+        return out
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 2])
+def test_another_lanes_step_in_the_middle_of_a_product(num_taken: int) -> None:
+    """Which takes so many of its parts there, and the others before this one goes on: none is the other's."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, size) for size in (8, 4, 6)]
+    first, *others = [Interrupted(layer.weight, layer.bias) for layer in layers]
+    linear = first.join(others)
+    assert linear is not None
+    joined = JoinedLinear(linear, [layer.out_features for layer in layers])
+    x, y, taken = torch.randn(3, 8), torch.randn(5, 8), dict[int, torch.Tensor]()
+
+    def other_lane() -> None:
+        taken.update({index: joined.part(index, y) for index in range(num_taken)})
+
+    with torch.inference_mode():
+        linear.meanwhile = other_lane
+        mine = [joined.part(0, x)]
+        taken |= {index: joined.part(index, y) for index in range(num_taken, 3)}
+        mine += [joined.part(index, x) for index in (1, 2)]
+        for index, layer in enumerate(layers):
+            torch.testing.assert_close(mine[index], layer(x), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(taken[index], layer(y), rtol=1e-5, atol=1e-6)
+
+
+def test_two_threads_at_once() -> None:
+    """As the two lanes of an engine on a CPU: each computes its own steps with the same modules."""
+    model = tiny_model("LlamaConfig", {})
+    join_projections(model)
+    steps = [torch.randint(97, (1, length), generator=torch.Generator().manual_seed(length)) for length in (3, 7)]
+    with torch.inference_mode():
+        alone = [model(step).logits for step in steps]
+    ready, wrong = threading.Barrier(2), list[int]()
+
+    @torch.inference_mode()
+    def run(index: int) -> None:
+        ready.wait()
+        wrong.extend(index for _ in range(40) if not torch.equal(model(steps[index]).logits, alone[index]))
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(run, range(2)))
+    finally:
+        sys.setswitchinterval(before_s)
+    assert not wrong
+
+
 def test_nothing_is_held_after_a_layer() -> None:
     model = tiny_model("LlamaConfig", {})
     join_projections(model)
     model(torch.tensor([[1, 2, 3]]))
     joined = [module for module in model.modules() if isinstance(module, JoinedLinear)]
     assert len(joined) == 6
-    assert all(module._held.input is None and not module._held.waiting for module in joined)
+    assert all(module._held.last is None for module in joined)
 
 
 def test_one_graph_of_a_layer() -> None:
