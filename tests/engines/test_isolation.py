@@ -12,6 +12,7 @@ import torch
 from cluster.api_error import ApiError
 from scheduler.plan import StepPlan
 from tests.engines.local_system import Generated, LocalSystem, collect
+from tests.engines.test_engine_leaving import until
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 from tests.golden.golden_set import Golden
@@ -81,7 +82,7 @@ def test_a_poisoned_request_fails_alone(
     assert error.status == 500
     for golden, generated in zip(goldens, good, strict=True):
         assert generated.token_ids == {0: golden.output_ids[:24]}
-    assert system.decode.engine.is_healthy(max_silence_s=120)
+    asyncio.run(until(lambda: system.decode.engine.is_healthy(max_silence_s=10)))
 
 
 def test_what_a_poisoned_request_left_in_its_blocks_harms_nobody(system: LocalSystem, goldens: list[Golden]) -> None:
