@@ -29,14 +29,15 @@ async def receive_body(request: Request, model: type[Body], limits: LimitsConfig
 def _parse_long_body(raw: bytes, content_type: str | None, model: type[Body], limits: LimitsConfig) -> Body:
     """Without garbage collection: it would look at all of a million new objects several times, and stop every thread
     while it does. None of them is part of a cycle.
+
+    Two of these may run at a time (`WorkThreads`). Each puts it on again, not back as it was found: one that finds it
+    off, as the other has not ended yet, would leave it off for good. Who ends later may have it on for a while.
     """
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return parse_body(raw, content_type, model, limits)
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
