@@ -12,11 +12,37 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
 
 
+class StopRequest:
+    """Set once, by a signal handler, and waited for by the thread that it interrupts.
+
+    Not an Event: to set one takes a lock that is held for a moment within its `wait`. A handler that runs just then
+    would wait for ever for the thread that it stands in, and so would the handler of any further signal.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._gate = threading.Lock()  # shut until it is set
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Blocks for nothing. Mutates."""
+        if not self._is_set:
+            self._is_set = True
+            self._gate.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until it is set, or the time is up; whether it is."""
+        return self._is_set or self._gate.acquire(timeout=timeout_s) or self._is_set
+
+
 class StopSignals:
     """Main thread only. `requested` is set by the first SIGINT or SIGTERM; a second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self.requested = threading.Event()
+        self.requested = StopRequest()
 
     def install(self) -> None:
         """From now on. After Ray has set its own handlers."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from cluster.config.root import Config
 from cluster.http.serve_proxy import local_environment
 from cluster.http.server_address import check_address
-from cluster.lifecycle.shutdown import StopSignals, num_open_of, wait_for_streams
+from cluster.lifecycle.shutdown import StopRequest, StopSignals, num_open_of, wait_for_streams
 from cluster.serving import local_ray
 from cluster.serving.ready_lines import Description, ready_lines
 from cluster.serving.serve_config import APP_NAME
@@ -117,7 +116,7 @@ def _starting_replicas(terminal: Terminal) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _deploy(config: Config, stop: threading.Event) -> Description | None:
+def _deploy(config: Config, stop: StopRequest) -> Description | None:
     """Run the application and describe it; None when interrupted meanwhile. Raises UserError."""
     from ray import serve
 
@@ -143,7 +142,7 @@ def _last_line(status: Any) -> str:
     return str(status.message)
 
 
-def _wait_for_the_end(terminal: Terminal, stop: threading.Event) -> None:
+def _wait_for_the_end(terminal: Terminal, stop: StopRequest) -> None:
     """Until a signal asks for it. Raises UserError when Ray itself has died: what runs goes on for a while, but nobody
     could replace it, nor stop it in order. So streams may end first, while new requests are refused.
     """

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.config.root import Config
-from cluster.lifecycle.shutdown import StopSignals, num_open_of, wait_for_streams
+from cluster.lifecycle.shutdown import StopRequest, StopSignals, num_open_of, wait_for_streams
 from cluster.serving import local_ray, serve_command
 from cluster.serving.child_processes import descendants
 from cluster.terminal.terminal import Terminal
@@ -40,6 +41,46 @@ def test_the_first_signal_asks_and_the_second_insists(signals: StopSignals, numb
     assert signals.requested.wait(60.0)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_finds_the_wait_wherever_it_is(signals: StopSignals) -> None:
+    """Its handler runs in the thread that waits, between any two lines of that."""
+
+    def is_stuck(*_: object) -> None:
+        raise AssertionError("the handler waits for the thread that it has interrupted")
+
+    before = sys.gettrace(), signal.signal(signal.SIGALRM, is_stuck)
+    try:
+        for line in range(1, 200):
+            signals = StopSignals()
+            signals.install()
+            num_lines = _wait_with_a_signal_at(signals, line)
+            assert signals.requested.is_set() == (num_lines >= line)
+            if num_lines < line:
+                return
+    finally:
+        sys.settrace(before[0])
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before[1])
+
+
+def _wait_with_a_signal_at(signals: StopSignals, line: int) -> int:
+    """How many lines there were."""
+    num_lines = 0
+
+    def trace(_frame: object, event: str, _argument: object) -> Any:
+        nonlocal num_lines
+        if event == "line":
+            num_lines += 1
+            if num_lines == line:
+                signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    signal.setitimer(signal.ITIMER_REAL, 20.0)
+    sys.settrace(trace)
+    signals.requested.wait(0.001)
+    sys.settrace(None)
+    return num_lines
 
 
 class Time:
@@ -179,7 +220,7 @@ def test_when_ray_itself_has_died_streams_end_if_they_can_and_all_is_ended(
     monkeypatch.setattr(local_ray, "stop_listening", lambda: done.append("listens no more"))
     monkeypatch.setattr(local_ray, "kill_ray", lambda: done.append("killed"))
     with pytest.raises(UserError, match=f"Ray's {lost} has died"):
-        serve_command._wait_for_the_end(Terminal(err=said), threading.Event())
+        serve_command._wait_for_the_end(Terminal(err=said), StopRequest())
     assert ingresses.methods == asked
     assert done == ["listens no more", "killed"]
     assert f"Ray's {lost} has died" in said.getvalue()
@@ -187,7 +228,7 @@ def test_when_ray_itself_has_died_streams_end_if_they_can_and_all_is_ended(
 
 def test_a_signal_ends_it_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray, "lost_process", lambda: None)
-    stop = threading.Event()
+    stop = StopRequest()
     threading.Timer(0.5, stop.set).start()
     serve_command._wait_for_the_end(Terminal(err=io.StringIO()), stop)
 
