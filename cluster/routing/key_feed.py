@@ -21,8 +21,6 @@ _SECONDS_A_REPLICA = 0.03
 # One after another, as many as a whole log has, and what it takes in meanwhile.
 MAX_PARTS = MAX_RECENT_KEYS // KEYS_IN_PART + 4
 
-_NOTHING = KeyPosition()
-
 
 class KeyFeed:
     """Of one pool. What replicas say goes into the router's index; gaps do no harm, as nothing there depends on
@@ -30,13 +28,11 @@ class KeyFeed:
 
     def __init__(self, index: PrefixIndex, pool: str) -> None:
         self._index, self.every_s = index, _ASK_EVERY_S[pool]
-        self._known: dict[str, KeyPosition] = {}
         self._asked_s: dict[str, float] = {}
 
     def due(self, now_s: float, present: Collection[str]) -> list[str]:
         """Those that have not been asked for a while. Mutates: they are taken to be asked now."""
         self._asked_s = {name: self._asked_s[name] for name in present if name in self._asked_s}
-        self._known = {name: self._known[name] for name in present if name in self._known}
         before_s = now_s - max(self.every_s, _SECONDS_A_REPLICA * len(present))
         due = [name for name in present if self._asked_s.get(name, before_s) <= before_s]
         self._asked_s |= dict.fromkeys(due, now_s)
@@ -44,13 +40,19 @@ class KeyFeed:
 
     def position(self, replica_id: str) -> KeyPosition:
         """From where on it is to be asked."""
-        return self._known.get(replica_id, _NOTHING)
+        return self._index.told(replica_id)
 
-    def heard(self, replica_id: str, part: KeyPart | None) -> bool:
-        """It has answered so; whether there is more. Mutates."""
-        if part is None:
+    def heard(self, replica_id: str, part: KeyPart | None, after: KeyPosition) -> bool:
+        """It has answered so; whether there is more. after: from where on it was asked. Mutates.
+
+        Serve takes a replica off the table for a moment when it gives it new options, and the index forgets it: if that
+        was meanwhile, it is asked anew, from the beginning.
+        """
+        if part is None or self._index.fingerprint_of(replica_id) is None:
             return False
         known = self.position(replica_id)
+        if known != after:
+            return True
         if part.epoch != known.epoch:
             if known.epoch:  # it has started again, with an empty cache
                 self._index.forget(replica_id)
@@ -59,5 +61,5 @@ class KeyFeed:
             extra = {"event": "cached_keys_gap", "replica": replica_id, "num_missed": part.start - known.position}
             logger.info("a replica has cached more than it could tell", extra=extra)
         self._index.holds(replica_id, part.numbers())
-        self._known[replica_id] = KeyPosition(part.epoch, part.stop)
+        self._index.tell(replica_id, KeyPosition(part.epoch, part.stop))
         return known.position < part.stop < part.end

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.routing.replica_registry import ReplicaTable
+from replicas.messages import KeyPosition
 from scheduler.recent_keys import MAX_RECENT_KEYS, PIECE_BLOCKS
 
 # For so long what was sent is believed to be there before anybody says so.
@@ -24,7 +25,7 @@ _SMOOTHING = 0.1
 class _Replica:
     """held: pieces that it has said or shown to have, with the number of their last use, least recently used first.
     sent: others, with the time until which they are believed, by that time. credit: of what was expected there so much
-    was found, lately."""
+    was found, lately. told: so far it has said what it has."""
 
     fingerprint: str
     epoch: str
@@ -32,6 +33,7 @@ class _Replica:
     held: dict[int, int] = field(default_factory=dict)
     sent: dict[int, float] = field(default_factory=dict)
     credit: float = 1.0
+    told: KeyPosition = field(default_factory=KeyPosition)
 
 
 class PrefixIndex:
@@ -73,6 +75,17 @@ class PrefixIndex:
         """None: there is none of this name."""
         replica = self._replicas.get(replica_id)
         return None if replica is None else replica.fingerprint
+
+    def told(self, replica_id: str) -> KeyPosition:
+        """So far it has said what it has: nothing, once what it said is forgotten."""
+        replica = self._replicas.get(replica_id)
+        return KeyPosition() if replica is None else replica.told
+
+    def tell(self, replica_id: str, up_to: KeyPosition) -> None:
+        """All that it has said up to there was taken in."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.told = up_to
 
     def forget(self, replica_id: str) -> None:
         """Its cache is empty: it has died, or started again."""

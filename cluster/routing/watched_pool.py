@@ -237,5 +237,5 @@ class WatchedPool(PoolClient):
             self._on_load(replica_id, pulse.load)
             if pulse.load.is_leaving:
                 self._says_it_leaves(replica_id)
-            if self._keys is None or not self._keys.heard(replica_id, pulse.keys):
+            if self._keys is None or after is None or not self._keys.heard(replica_id, pulse.keys, after):
                 return

@@ -28,8 +28,7 @@ class PoolPulses:
     def heard(self, pool: str, engine: SimulatedEngine) -> None:
         """What it says. Mutates."""
         self._view.heard_load(engine.replica_id, engine.load())
-        feed = self._feeds[pool]
-        while feed is not None and feed.heard(
-            engine.replica_id, recent_part(engine.recent_keys, feed.position(engine.replica_id))
-        ):
-            pass
+        feed, name, is_more = self._feeds[pool], engine.replica_id, True
+        while feed is not None and is_more:
+            after = feed.position(name)
+            is_more = feed.heard(name, recent_part(engine.recent_keys, after), after)

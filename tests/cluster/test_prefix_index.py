@@ -241,7 +241,8 @@ def tell(log: RecentKeys, *keys: int) -> None:
 def take_all(feed: KeyFeed, name: str, log: RecentKeys | None) -> int:
     """As a router asks; how often it did."""
     for number in range(1, MAX_PARTS + 1):
-        if not feed.heard(name, recent_part(log, feed.position(name))):
+        after = feed.position(name)
+        if not feed.heard(name, recent_part(log, after), after):
             return number
     raise AssertionError("it has no end")
 
@@ -305,12 +306,36 @@ def test_a_new_epoch_is_another_cache() -> None:
     assert feed.position("a") == KeyPosition("e2", 1)
 
 
+@pytest.mark.parametrize("moment", ["between two questions", "before the answer", "around the answer"])
+def test_one_that_is_off_the_table_for_a_moment_tells_all_again(moment: str) -> None:
+    """Serve gives it new options, and puts it back before anybody has looked who is to be asked."""
+    index = index_of()
+    feed, log = KeyFeed(index, "decode"), RecentKeys("e")
+    tell(log, 1, 2)
+    take_all(feed, "a", log)
+    tell(log, 3)
+    after = feed.position("a")
+    asked = recent_part(log, after)
+    index.present([table("b", "c")])
+    if moment == "around the answer":
+        assert not feed.heard("a", asked, after), "it is asked when it is back"
+    index.present([table("a", "b", "c")])
+    if moment == "before the answer":
+        assert feed.heard("a", asked, after), "it is asked again"
+    take_all(feed, "a", log)
+    assert [key for key in (1, 2, 3) if index.expected([key], 0.0)] == [1, 2, 3]
+
+
 def test_one_that_keeps_saying_that_there_is_more_is_not_asked_on_for_ever() -> None:
     feed = KeyFeed(index_of(), "decode")
-    assert not feed.heard("a", None)
-    assert feed.heard("a", KeyPart("e", 0, b"x" * PIECE_KEY_BYTES, 10**6))
-    assert not feed.heard("a", KeyPart("e", 0, b"x" * PIECE_KEY_BYTES, 10**6)), "it does not go on"
-    assert not feed.heard("a", KeyPart("e", 1, b"", 10**6))
+
+    def heard(part: KeyPart | None) -> bool:
+        return feed.heard("a", part, feed.position("a"))
+
+    assert not heard(None)
+    assert heard(KeyPart("e", 0, b"x" * PIECE_KEY_BYTES, 10**6))
+    assert not heard(KeyPart("e", 0, b"x" * PIECE_KEY_BYTES, 10**6)), "it does not go on"
+    assert not heard(KeyPart("e", 1, b"", 10**6))
 
 
 @pytest.mark.parametrize(("start", "keys", "end"), [(0, b"1234567", 1), (0, b"12345678", 0), (5, b"1" * 16, 6)])
