@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ class Steps:
         self.clock = clock
         self.is_lively = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._rows: Progress | None = None
+        self._closing = threading.Lock()
+        self._is_closed = False
 
     def __enter__(self) -> Steps:
         return self
@@ -40,11 +43,13 @@ class Steps:
     def begin(self, name: str, total: int | None = None, unit: str = "") -> Step:
         """A step that its caller ends. total: how much there is to do, if that is known, in `unit`; "bytes" are shown
         in MB."""
-        if self.is_lively and self._rows is None:
-            self._rows = _rows(self.stream)
-            self._rows.start()
-        row = None if self._rows is None else self._rows.add_task(name, total=None, amount="")
-        return Step(self, name, total, unit, self._rows, row)
+        with self._closing:  # who comes behind `close` on another thread begins no rows: nobody would stop them
+            if self.is_lively and self._rows is None and not self._is_closed:
+                self._rows = _rows(self.stream)
+                self._rows.start()
+            rows = self._rows
+        row = None if rows is None else rows.add_task(name, total=None, amount="")
+        return Step(self, name, total, unit, rows, row)
 
     @contextmanager
     def step(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Step]:
@@ -59,17 +64,19 @@ class Steps:
 
     def say(self, line: str) -> None:
         """A line by itself, above the rows."""
-        if self._rows is not None:
-            self._rows.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if (rows := self._rows) is not None:
+            rows.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             self.stream.write(f"{line}\n")
             self.stream.flush()
 
     def close(self) -> None:
-        """The rows stay as they are, and move no more. Then it may be begun anew."""
-        if self._rows is not None:
-            self._rows.stop()
-            self._rows = None
+        """The rows stay as they are, and move no more. Steps that are begun later are lines."""
+        with self._closing:
+            self._is_closed = True
+            if self._rows is not None:
+                self._rows.stop()
+                self._rows = None
 
 
 class Step:

@@ -6,8 +6,10 @@ import io
 import os
 import pty
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -95,6 +97,23 @@ def terminal() -> Iterator[tuple[io.TextIOWrapper, list[str]]]:
 def plain(text: str) -> list[str]:
     """Lines as they were at some time."""
     return [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)) if line]
+
+
+def test_who_begins_a_step_when_all_has_ended_begins_no_rows() -> None:
+    """Ray's thread has looked where steps are shown, then the start is over, then it begins one of its line."""
+    with terminal() as (stream, _):
+        steps = Steps(stream)
+        steps.begin("starting replicas")
+        steps.close()
+        try:
+            steps.begin("decode-0").done()
+            assert not any(map(_moves_rows, threading.enumerate())), "they go on for as long as the server runs"
+        finally:
+            steps.close()
+
+
+def _moves_rows(thread: Any) -> bool:
+    return type(thread).__module__ == "rich.live" and not thread.done.is_set()
 
 
 def test_in_a_terminal_rows_move_and_stay() -> None:
