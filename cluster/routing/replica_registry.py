@@ -18,10 +18,14 @@ Listener = Callable[[str, ReplicaTable], None]
 
 
 class ReplicaRegistry:
-    """Replica id -> metadata, per deployment name. Thread-safe: Serve's router loop is a thread of its own."""
+    """Replica id -> metadata, per deployment name. Thread-safe: Serve's router loop is a thread of its own.
+
+    Nobody sees a table before all listeners were told of it, nor are they told of an older one behind it. Else a router
+    could send something to a replica whose frames it does not let in yet.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while listeners are told
         self._tables: dict[str, ReplicaTable] = {}
         self._listeners: list[Listener] = []
 
@@ -33,24 +37,23 @@ class ReplicaRegistry:
         table = {replica_id: metadata for replica_id, metadata in replicas.items() if metadata}
         with self._lock:
             self._tables[deployment] = table
-            listeners = list(self._listeners)
-        for listener in listeners:
-            try:
-                listener(deployment, table)
-            except Exception:  # of an ingress that has ended, for example; Serve's own loop and the others go on
-                logger.exception("replicas: a listener failed", extra={"event": "listener_failed"})
+            for listener in self._listeners:
+                try:
+                    listener(deployment, table)
+                except Exception:  # of an ingress that has ended, for example; Serve's own loop and the others go on
+                    logger.exception("replicas: a listener failed", extra={"event": "listener_failed"})
 
     def replicas(self, deployment: str) -> ReplicaTable:
         with self._lock:
             return self._tables.get(deployment, {})
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(deployment, table)` at each update, and now for each table there is."""
+        """Call `listener(deployment, table)` at each update, and now for each table there is. It must not block, nor
+        ask for a table."""
         with self._lock:
             self._listeners.append(listener)
-            tables = dict(self._tables)
-        for deployment, table in tables.items():
-            listener(deployment, table)
+            for deployment, table in self._tables.items():
+                listener(deployment, table)
 
 
 REGISTRY = ReplicaRegistry()

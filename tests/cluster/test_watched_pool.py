@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -79,6 +80,43 @@ async def test_calls_that_are_lost_together_end_in_the_order_in_which_they_came(
     finally:
         await watched.stop()
     assert ended == list(range(50))
+
+
+def test_nobody_sees_a_table_before_the_listeners_know_it() -> None:
+    """A router's loop that sends something to a new replica, while Serve's thread stands still between the table and
+    the router's listener: the replica's frames are let in only when that one has been told."""
+    registry, told, seen = ReplicaRegistry(), threading.Event(), list[tuple[bool, bool]]()
+
+    def look() -> None:
+        seen.append(("a" in registry.replicas("decode"), told.is_set()))
+
+    reader = threading.Thread(target=look)
+
+    def stand_still(*_: object) -> None:
+        reader.start()
+        reader.join(0.3)
+        told.set()
+
+    registry.listen(stand_still)
+    registry.update("decode", {"a": {"epoch": "1"}})
+    reader.join(60.0)
+    assert seen in ([(True, True)], [(False, False)])
+
+
+def test_who_begins_to_listen_hears_of_no_older_table_behind_a_newer_one() -> None:
+    registry, heard = ReplicaRegistry(), list[list[str]]()
+    registry.update("decode", {"a": {"epoch": "1"}})
+    update = threading.Thread(target=registry.update, args=("decode", {"b": {"epoch": "1"}}))
+
+    def listen(_: str, table: ReplicaTable) -> None:
+        if "a" in table:
+            update.start()
+            update.join(0.3)
+        heard.append(list(table))
+
+    registry.listen(listen)
+    update.join(60.0)
+    assert heard == [["a"], ["b"]]
 
 
 def test_a_listener_that_fails_costs_neither_serve_nor_the_others_their_news() -> None:
