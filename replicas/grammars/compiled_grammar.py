@@ -154,21 +154,24 @@ class CompiledGrammar:
         return None if alone.is_error() else (alone, None)
 
     def _replace(self, index: int, full: Twin) -> None:
-        """Once for each twin."""
+        """Once for each twin; texts of two threads that get there at the same time both compile one. A twin that was
+        there before its matcher would be taken for another full one, and be replaced in turn."""
         assert self._compile_twin is not None
+        if self._twins[index] is not full:
+            return
         is_worn = full.max_states >= self._most_states
         max_states = _more_states(full.max_states, self._most_states)
+        fresh = self._compile_twin(max_states)
+        matcher = full.matcher if fresh.is_error() else fresh
+        twin = Twin(matcher, max_states, self.compiled_steps, full.num_worn + is_worn)
         with self._lock:
             if self._twins[index] is not full:
                 return
-            twin = Twin(full.matcher, max_states, self.compiled_steps, full.num_worn + is_worn)
             self._twins[index] = twin
         if is_worn:
             self.tell_worn_out()
             extra = {"event": "grammar_worn_out", "times": twin.num_worn}
             logger.info("a grammar is compiled anew: its texts have reached max_lexer_states", extra=extra)
-        if not (fresh := self._compile_twin(max_states)).is_error():
-            twin.matcher = fresh
         self.tell_grown(self)
 
 

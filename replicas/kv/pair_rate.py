@@ -15,6 +15,11 @@ _SMOOTHING = 0.2
 _TELLING_S = 0.005
 _FAST_BYTES_PER_S = 10e9
 _LONGEST_WINDOW_S = 1.0
+# What a pair is first known by. A read of few bytes makes the connection first, or waits for a core: it may take 20 ms
+# where others take one, and a pair that is taken for so slow is gone around for minutes. So it says little by itself:
+# the fastest of some counts.
+_LONG_BYTES = MAX_PROBE_BYTES // 2
+_NUM_LOOKS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +67,31 @@ class _Window:
     num_bytes: int = 0
 
 
+@dataclass(slots=True)
+class _FirstLooks:
+    """What reads have told of a peer whose rate is not known: none is faster than the pair is."""
+
+    fastest_bytes_per_s: float = 0.0
+    num_long: int = 0  # in time
+
+    def looked(self, num_bytes: int, duration_s: float) -> bool:
+        """So much was read in this time: whether that is enough. Mutates."""
+        self.fastest_bytes_per_s = max(self.fastest_bytes_per_s, num_bytes / duration_s)
+        if num_bytes / duration_s >= _FAST_BYTES_PER_S:
+            return True
+        if duration_s < _TELLING_S:
+            return False
+        self.num_long += 1
+        return num_bytes >= _LONG_BYTES or self.num_long >= _NUM_LOOKS
+
+
 class PairRates:
     """One for each transfer thread, which alone changes it; any thread may ask. A peer's first rate is logged."""
 
     def __init__(self) -> None:
         self._rates: dict[str, PairRate] = {}  # by agent name
         self._windows: dict[str, _Window] = {}
+        self._first_looks: dict[str, _FirstLooks] = {}
         self._num_turns = 0
 
     def of(self, agent_name: str) -> PairRate | None:
@@ -89,6 +113,7 @@ class PairRates:
     def measured(self, agent_name: str, rate: PairRate, probe_bytes: int = 0) -> None:
         """For the first time: by a probe of so many bytes, or, 0, by reads of KV. Mutates."""
         self._rates[agent_name] = rate
+        self._first_looks.pop(agent_name, None)
         extra = {
             "event": "transfer_pair_measured",
             "peer": rate.replica_id,
@@ -117,13 +142,16 @@ class PairRates:
         if duration_s <= 0.0 or not (is_last or duration_s >= _LONGEST_WINDOW_S):
             return
         self._windows[peer.agent_name] = _Window(now_s)
-        known, bytes_per_s = self._rates.get(peer.agent_name), window.num_bytes / duration_s
+        known = self._rates.get(peer.agent_name)
         if known is not None:
             self._rates[peer.agent_name] = known.after(window.num_bytes, duration_s)
-        elif duration_s >= _TELLING_S or bytes_per_s >= _FAST_BYTES_PER_S:
-            self.measured(peer.agent_name, PairRate(peer.replica_id, bytes_per_s))
+            return
+        looks = self._first_looks.setdefault(peer.agent_name, _FirstLooks())
+        if looks.looked(window.num_bytes, duration_s):
+            self.measured(peer.agent_name, PairRate(peer.replica_id, looks.fastest_bytes_per_s))
 
     def forget(self, agent_name: str) -> None:
         """The peer has gone. Mutates; unknown names are fine."""
         self._rates.pop(agent_name, None)
         self._windows.pop(agent_name, None)
+        self._first_looks.pop(agent_name, None)

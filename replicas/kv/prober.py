@@ -1,7 +1,7 @@
 """Measures each peer that an engine will read from when they first meet, by reads into memory of the transport's own.
 
 One pair at a time, so that they do not measure each other; no transfer waits for them. A probe that fails costs nothing
-but its figures: then the first long read of a prompt's KV gives the rate.
+but its figures: then the first long read of a prompt's KV gives the rate, or some short ones do (`pair_rate`).
 """
 
 from __future__ import annotations

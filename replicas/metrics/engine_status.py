@@ -13,6 +13,9 @@ from scheduler.scheduler import Scheduler
 
 _STATUS_INTERVAL_S = 0.05
 SMOOTHING = 0.1
+# A step counts for the rate of prompts as at most so many times what is usual. Else a machine that stood still for some
+# seconds would be taken for a slow one until it has computed dozens of prompts, and they go elsewhere meanwhile.
+_MOST_OFF = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,9 @@ class StepClock:
         self.busy_s += duration_s
         self.mean_s += (duration_s - self.mean_s) * (SMOOTHING if self.num_steps > 1 else 1.0)
         if num_prefill_tokens and duration_s > 0.0:
+            if self._recent_s:  # usual is what so many tokens take, or what steps take in the mean
+                usual_s = max(num_prefill_tokens / self.prefill_tokens_per_s, SMOOTHING * self._recent_s)
+                duration_s = min(duration_s, _MOST_OFF * usual_s)
             self._recent_tokens += num_prefill_tokens - SMOOTHING * self._recent_tokens
             self._recent_s += duration_s - SMOOTHING * self._recent_s
             self.prefill_tokens_per_s = self._recent_tokens / self._recent_s

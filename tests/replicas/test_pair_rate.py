@@ -145,6 +145,31 @@ def test_a_pair_without_a_probe_is_known_by_its_first_long_read() -> None:
     assert (rates.slowest(), dict(rates.all())) == (None, {})
 
 
+@pytest.mark.parametrize("held_up", range(3))
+def test_a_pair_without_a_probe_is_not_known_by_a_small_read_that_was_held_up(held_up: int) -> None:
+    """2 MiB take 6 ms here; and while the connection is made, or a busy machine does something else, 20 times as long.
+    Who is told of 18 MB/s reads nothing there for minutes, and so never hears better."""
+    rates = PairRates()
+    for number in range(3):
+        assert rates.of(NAME) is None
+        read(rates, 2 * MIB, number, number + (0.12 if number == held_up else 0.006))
+    rate = rates.of(NAME)
+    assert rate is not None
+    assert rate.bytes_per_s == pytest.approx(2 * MIB / 0.006)
+
+
+def test_a_read_that_is_too_short_to_say_how_fast_a_pair_is_says_how_fast_it_is_at_least() -> None:
+    rates = PairRates()
+    read(rates, 2 * MIB, 0.0, 0.002)
+    for number in range(1, 4):
+        assert rates.of(NAME) is None
+        read(rates, 2 * MIB, number, number + 0.1)
+    assert rates.of(NAME) == PairRate("prefill-1", pytest.approx(2 * MIB / 0.002))
+    rates.forget(NAME)
+    read(rates, 2 * MIB, 9.0, 9.1)
+    assert rates.of(NAME) is None, "another process has that name"
+
+
 def test_a_read_that_took_no_time_changes_nothing() -> None:
     rates = PairRates()
     read(rates, MIB, 1.0, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -119,6 +120,40 @@ def test_the_cache_counts_it(tokenizer: LLTokenizer) -> None:
     wear_out(maker_of(tokenizer, 1), cache.get(GREEDY_FOR_STATES.text).result(120))
     assert cache.counts.worn_out == 1
     cache.close()
+
+
+def test_texts_of_two_threads_that_find_a_twin_full_replace_it_once(tokenizer: LLTokenizer) -> None:
+    """A replay's, on a thread of the cache, and one that the engine's thread holds: the second comes while the first
+    one's twin is compiled, and has room in a new one, too. Else it would take that for full, and ask for more and more
+    until the grammar is worn out."""
+    compiled = compiled_of(tokenizer)
+    compile_twin, rooms = compiled._compile_twin, []
+    assert compile_twin is not None
+    is_compiling, goes_on = threading.Event(), threading.Event()
+
+    def slow_at_first(max_states: int) -> LLMatcher:
+        rooms.append(max_states)
+        if len(rooms) == 1:
+            is_compiling.set()
+            assert goes_on.wait(60)
+        return compile_twin(max_states)
+
+    compiled._compile_twin = slow_at_first
+    full = compiled.twin(0)
+    first = threading.Thread(target=compiled.instead, args=(0, full))
+    first.start()
+    assert is_compiling.wait(60)
+    anew = compiled.instead(0, full)
+    assert anew is not None
+    _, twin = anew
+    assert twin is not None
+    has_own_matcher = twin.matcher is not full.matcher
+    goes_on.set()
+    first.join(60)
+    assert has_own_matcher, "what it gave was a copy of what is full"
+    assert compiled.twin(0) is twin, "the first one's comes too late"
+    assert set(rooms) == {twin.max_states}, "no more room than the next"
+    assert compiled_wear(compiled) == [0]
 
 
 def test_what_is_not_allowed_is_no_wear(tokenizer: LLTokenizer) -> None:
