@@ -11,12 +11,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
+from benchmarks.gpu.missing_kinds import Kind, measure_missing
 from cluster.load.client import Client, OutgoingRequest, Target
 from cluster.load.percentile import percentile
 from cluster.load.request_record import RequestRecord
@@ -61,19 +63,14 @@ class Chats:
 def measure_over_http(
     url: str, model: str, piece: str, load: CacheLoad, record: CampaignRecord, is_time_for: Callable[[float], bool]
 ) -> bool:
-    """Whether all is measured now. What is recorded is not measured again. What goes wrong is recorded."""
-    try:
-        for kind in missing(piece, load, record):
-            if not is_time_for(_ABOUT_S[kind]):
-                return False
-            measure = _repeated if kind == "repeated" else _chats
-            line = asyncio.run(_with_client(Target(url, model), load, measure))
-            record.add({"piece": piece, "workload": load.name(kind), **line})
-            print(f"{piece} {load.name(kind)}: {line}", flush=True)
-    except Exception as error:
-        record.add({"piece": piece, "workload": None, "error": f"{type(error).__name__}: {error}"[:1500]})
-        print(f"{piece} went wrong: {error}", flush=True)
-    return True
+    """As `measure_missing`."""
+    ways = {"repeated": _repeated, "chats": _chats}
+
+    def measured(kind: str) -> Line:
+        return asyncio.run(_with_client(Target(url, model), load, ways[kind]))
+
+    kinds = [Kind(load.name(kind), _ABOUT_S[kind], partial(measured, kind)) for kind in KINDS]
+    return measure_missing(piece, kinds, record, is_time_for)
 
 
 def missing(piece: str, load: CacheLoad, record: CampaignRecord) -> list[str]:

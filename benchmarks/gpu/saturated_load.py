@@ -14,10 +14,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
+from benchmarks.gpu.missing_kinds import Kind, measure_missing
 from cluster.load.client import Client, OutgoingRequest, Target
 from cluster.load.percentile import percentile
 from cluster.load.request_record import RequestRecord
@@ -50,18 +52,13 @@ class SaturatedLoad:
 def measure_over_http(
     url: str, model: str, piece: str, load: SaturatedLoad, record: CampaignRecord, is_time_for: Callable[[float], bool]
 ) -> bool:
-    """Whether all is measured now. What is recorded is not measured again. What goes wrong is recorded."""
-    try:
-        for kind in missing(piece, load, record):
-            if not is_time_for(_ABOUT_S):
-                return False
-            line = asyncio.run(_measured(Target(url, model), load, kind))
-            record.add({"piece": piece, "workload": load.name(kind), **line})
-            print(f"{piece} {load.name(kind)}: {line}", flush=True)
-    except Exception as error:
-        record.add({"piece": piece, "workload": None, "error": f"{type(error).__name__}: {error}"[:1500]})
-        print(f"{piece} went wrong: {error}", flush=True)
-    return True
+    """As `measure_missing`."""
+
+    def measured(kind: str) -> Line:
+        return asyncio.run(_measured(Target(url, model), load, kind))
+
+    kinds = [Kind(load.name(kind), _ABOUT_S, partial(measured, kind)) for kind in KINDS]
+    return measure_missing(piece, kinds, record, is_time_for)
 
 
 def missing(piece: str, load: SaturatedLoad, record: CampaignRecord) -> list[str]:
