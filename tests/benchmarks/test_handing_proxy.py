@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -12,11 +13,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from benchmarks.gpu.campaign_pieces import WORKLOADS
-from benchmarks.gpu.campaign_servers import Place, ServedPiece, running
+from benchmarks.gpu.campaign_servers import ServedPiece, running
 from benchmarks.gpu.handing_proxy import decode_body, prefill_body
+from tests.benchmarks.fake_vllm import place_of
 
-# Keeps what it is told to keep, unless its name is "forgetful"; tells who it is in what it generates.
+# Keeps what it is told to keep, but of the prompt [1]; refuses [0]; tells who it is in what it generates.
 _LIKE_VLLM = """
 import argparse, json, os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +36,14 @@ class Answer(BaseHTTPRequestHandler):
             kept = {"do_remote_prefill": True, "remote_port": port, "asked": body}
             kept = None if body["prompt"] == [1] else kept
             return self.answer("application/json", json.dumps({"kv_transfer_params": kept}).encode())
+        if body["prompt"] == [2]:  # it dies in the middle
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"data: {}\\n\\n")
+            self.wfile.flush()
+            os._exit(1)
         told = {"body": body, "own_port": port, "flags": options.flags, "card": os.environ["CUDA_VISIBLE_DEVICES"]}
         self.answer("text/event-stream", f"data: {json.dumps(told)}\\n\\ndata: [DONE]\\n\\n".encode())
     def answer(self, kind, text, status=200):
@@ -58,12 +67,8 @@ BODY |= {"stream_options": {"include_usage": True}}
 
 @contextmanager
 def handing_pair(folder: Path) -> Iterator[str]:
-    package = folder / "site" / "vllm" / "entrypoints" / "cli"
-    package.mkdir(parents=True)
-    (package / "main.py").write_text(_LIKE_VLLM)
-    loads = {workload.name: workload for workload in WORKLOADS}
-    place = Place(folder, folder, folder, loads, folder / "site", 1, 3, (), {}, lambda seconds: True)
-    with running(ServedPiece("pair-vllm-split", None, 60.0, (), num_cards=2, hands_over=True), place) as url:
+    piece = ServedPiece("pair-vllm-split", None, 60.0, (), num_cards=2, hands_over=True)
+    with running(piece, place_of(folder, _LIKE_VLLM)) as url:
         yield url
 
 
@@ -96,6 +101,17 @@ def test_the_first_keeps_and_the_second_generates(tmp_path: Path) -> None:
                 ask(url, BODY | {"prompt": prompt})
             assert refused.value.code == status
             assert text in refused.value.read().decode()
+
+
+def test_an_answer_that_is_cut_short_is_none_and_afterwards_requests_fail(tmp_path: Path) -> None:
+    """The second server dies in the middle of it: a client must not take what it has for the whole."""
+    with handing_pair(tmp_path) as url:
+        with pytest.raises(IncompleteRead) as cut:
+            ask(url, BODY | {"prompt": [2]})
+        assert cut.value.partial == b"data: {}\n\n"
+        with pytest.raises(HTTPError) as refused:
+            ask(url, BODY)
+        assert refused.value.code == 500
 
 
 def test_what_each_of_the_two_is_asked() -> None:

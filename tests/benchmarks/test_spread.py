@@ -9,10 +9,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from benchmarks.gpu.campaign_pieces import WORKLOADS
-from benchmarks.gpu.campaign_servers import Place, ServedPiece, running
+from benchmarks.gpu.campaign_servers import ServedPiece, running
 from benchmarks.gpu.spread import spread
 from benchmarks.gpu.vllm_servers import visible_card
+from tests.benchmarks.fake_vllm import place_of
 
 # Listens where another one does, as vLLM's server.
 _LIKE_VLLM = """
@@ -75,11 +75,6 @@ def test_a_card_is_one_of_those_that_this_process_sees() -> None:
 
 
 def test_vllm_has_a_server_for_each_card_and_requests_reach_both(tmp_path: Path) -> None:
-    package = tmp_path / "site" / "vllm" / "entrypoints" / "cli"
-    package.mkdir(parents=True)
-    (package / "main.py").write_text(_LIKE_VLLM)
-    loads = {workload.name: workload for workload in WORKLOADS}
-    place = Place(tmp_path, tmp_path, tmp_path, loads, tmp_path / "site", 1, 3, (), {}, lambda seconds: True)
-    with running(ServedPiece("pair-vllm", None, 60.0, (), num_cards=2), place) as url:
+    with running(ServedPiece("pair-vllm", None, 60.0, (), num_cards=2), place_of(tmp_path, _LIKE_VLLM)) as url:
         answers = {urlopen(f"{url}/health", timeout=120).read() for _ in range(8)}
     assert len(answers) == 2
