@@ -49,6 +49,7 @@ ALONE = {
     "vllm-fp8-kv": 125.0,
     "vllm-awq": 120.0,
     "first-weights": 110.0,
+    "fp8-gemv": 75.0,
     "int4-parts": 40.0,
     "fp8-wide": 40.0,
     "speculative-plain": 190.0,

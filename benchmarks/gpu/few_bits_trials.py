@@ -41,10 +41,11 @@ Change = Callable[[], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True)
 class Trial:
     """quantise: as `model.quantise`, a model each. ways: of what is on, in this order: each is within whose change its
-    graphs are captured. The first is off."""
+    graphs are captured. The first is off. batches: numbers of rows."""
 
     quantise: tuple[str, ...]
     ways: Mapping[str, Change]
+    batches: tuple[int, ...] = BATCHES
 
 
 @contextmanager
@@ -103,7 +104,66 @@ def _first_weights_held(num_fewer_stages: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _patched(module: str, name: str, other: Any) -> Iterator[None]:
+    with patch.object(importlib.import_module(f"replicas.{module}"), name, other):
+        yield
+
+
+@contextmanager
+def _gemv_tile(wide: tuple[int, int, int] | None, tall: tuple[int, int, int] | None) -> Iterator[None]:
+    """Of one row of fp8: of up to 4,096 inputs, and of more; None: as shipped."""
+    from replicas.kernels import scaled_gemv
+
+    tile_of = scaled_gemv._tile_of
+
+    def other(num_in: int) -> scaled_gemv.GemvTile:
+        tile = wide if num_in <= 4096 else tall
+        return tile_of(num_in) if tile is None else scaled_gemv.GemvTile(*tile)
+
+    with patch.object(scaled_gemv, "_tile_of", other):
+        yield
+
+
+@contextmanager
+def _gated_tile(*tile: int) -> Iterator[None]:
+    from replicas.kernels import scaled_gemv
+
+    with patch.object(scaled_gemv, "_gated_tile", lambda: scaled_gemv.GemvTile(*tile)):
+        yield
+
+
+@contextmanager
+def _matrix_units() -> Iterator[None]:
+    """One row of fp8 as many."""
+    from replicas.cuda import quantised_card_linear
+
+    with patch.object(quantised_card_linear, "is_single", lambda *given: False):
+        yield
+
+
 PIECES = {
+    "fp8-gemv": Trial(
+        ("fp8",),
+        {
+            "off": as_shipped,
+            "matrix units": _matrix_units,
+        }
+        | {
+            f"4096 inputs {tile}": partial(_gemv_tile, tile, None)
+            for tile in ((4, 4096, 8), (2, 4096, 8), (4, 4096, 4), (2, 2048, 4), (1, 4096, 4))
+        }
+        | {
+            f"14336 inputs {tile}": partial(_gemv_tile, None, tile)
+            for tile in ((1, 16384, 8), (2, 16384, 8), (2, 2048, 4), (1, 4096, 4), (2, 16384, 16))
+        }
+        | {
+            f"gated {tile}": partial(_gated_tile, *tile)
+            for tile in ((8, 4096, 4), (8, 2048, 8), (8, 512, 4), (16, 4096, 16), (16, 4096, 8))
+        }
+        | {"off again": as_shipped},
+        (1,),
+    ),
     "first-weights": Trial(
         ("fp8", "int4", "none"),
         {
@@ -161,7 +221,7 @@ def measure(trial: Trial, options: argparse.Namespace, tell: Callable[[Figures],
             folder = make_shape_folder(options.shape, Path(name))
             runner = make_runner(folder, options.dtype, torch.device(options.device), quantise, max(BATCHES))
         tell({f"{quantise}, start_s": round(time.perf_counter() - started_s, 1)})
-        steps_of_ways(runner, trial.ways, BATCHES, partial(_tell_of, tell, quantise))
+        steps_of_ways(runner, trial.ways, trial.batches, partial(_tell_of, tell, quantise))
         del runner
         gc.collect()
         torch.cuda.empty_cache()

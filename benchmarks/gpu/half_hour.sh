@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# OUT=FOLDER bash benchmarks/gpu/half_hour.sh few-bits|pairs|saturated|vllm: what runs next on a lent machine of two cards.
+# OUT=FOLDER bash benchmarks/gpu/half_hour.sh CALL: what runs next on a lent machine, of one card (few-bits, one-card,
+# few-bits-vllm) or of two (pairs, saturated, vllm).
 # CAMPAIGN.md says which parts travel with each, and why so. Whoever has something to measure writes it in here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 campaign='python3 -m benchmarks.gpu.campaign --tokenizer /tmp/site/tokenizer --budget-s $LEFT_S'
-few_bits='tests/gpu/test_quantised_products.py tests/gpu/test_skinny_product.py'
-
 on_cards() { # LIMIT_S COMMAND ...
     python3 -m benchmarks.gpu.card_commands --out "$OUT" --limit-s "$@"
 }
@@ -14,12 +13,21 @@ on_cards() { # LIMIT_S COMMAND ...
 case $1 in
     few-bits)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
-        steps='first-weights,steps-fp8,steps-int4,steps-fp8-kv'    # 110 + 3 x 50 s
-        others='int4-parts,fp8-wide,steps-70b,colocated-saturated' # 40 + 40 + 110 + 90 s
-        on_cards 350 \
-            "0 60 python3 -m pytest -q -rA $few_bits" \
-            "0 350 $campaign --only $steps --state /tmp/0.jsonl --out \$OUT/0" \
-            "1 350 $campaign --only $others --state /tmp/1.jsonl --out \$OUT/1"
+        tests='test_scaled_gemv.py test_int4_gemv.py test_quantised_products.py test_rounded_layer.py'
+        trials='fp8-gemv,int4-gemv,first-weights,int4-parts' # 75 + 75 + 110 + 40 s
+        on_cards 520 \
+            "0 120 python3 -m pytest -q -rA ${tests//test_/tests/gpu/test_}" \
+            "0 400 $campaign --only $trials --state /tmp/0.jsonl --out \$OUT/0"
+        ;;
+    one-card)
+        python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
+        pieces='lanes-saturated,colocated-saturated,steps-70b' # 85 + 90 + 110 s
+        on_cards 330 "0 330 $campaign --only $pieces --state /tmp/1.jsonl --out \$OUT/1"
+        ;;
+    few-bits-vllm)
+        python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site vllm
+        pieces='vllm-awq,steps-int4,vllm-fp8,steps-fp8,vllm-fp8-kv,steps-fp8-kv' # 3 x 120 + 3 x 50 s
+        on_cards 560 "0 560 $campaign --only $pieces --vllm-site /tmp/vllm-site --state /tmp/2.jsonl --out \$OUT/2"
         ;;
     pairs)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
@@ -35,12 +43,10 @@ case $1 in
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site vllm
         sites='--vllm-site /tmp/vllm-site --most-runs 2 --workloads 2048/128'
         on_cards 570 \
-            "0 140 $campaign --only vllm-fp8 $sites --state /tmp/5.jsonl --out \$OUT/5" \
-            "1 140 $campaign --only vllm-fp8-kv $sites --state /tmp/6.jsonl --out \$OUT/6" \
             "0,1 570 $campaign --only pair-vllm-4096,pair-vllm-split,pair-vllm-16384 $sites --state /tmp/7.jsonl --out \$OUT/7"
         ;;
     *)
-        echo "few-bits, pairs, saturated or vllm, not $1" >&2
+        echo "few-bits, one-card, few-bits-vllm, pairs, saturated or vllm, not $1" >&2
         exit 2
         ;;
 esac
