@@ -89,11 +89,11 @@ def _read(
     # Of the first block at first, so that from there to the others the way is known.
     starts = (pairs // BLOCK_N * num_out + features)[:, None] * _QUARTER + of_quarter[None, :]
     places = weight + tl.cast(first_chunk, tl.int64) * num_out * _QUARTER + starts
-    read = ()
+    read: tl.tuple = ()
     for _ in tl.static_range(NUM_BLOCKS):
         is_known = (chunks * _CHUNK < NUM_IN) & (features < num_out)
         words = tl.load(places) if IS_WHOLE else tl.load(places, mask=is_known[:, None], other=0)
-        found = ()
+        found: tl.tuple = ()
         for group in tl.static_range(NUM_GROUPS):
             first = chunks * _CHUNK + _QUARTER * group
             found += (_factors(factors, first, features, is_known, num_out, NUM_IN, GROUP_SIZE, IS_WHOLE),)
@@ -145,11 +145,11 @@ def _added(
 ):  # fmt: skip
     """Each block's total, [pairs, a quarter], and what has been read of it times its inputs."""
     dtype: tl.constexpr = x.dtype.element_ty
-    inputs = ()
+    inputs: tl.tuple = ()
     for quarter in tl.static_range(4):
         found = _inputs(x, first_chunk, _QUARTER * quarter, NUM_IN, BLOCK_N, NUM_CHUNKS, IS_WHOLE)
         inputs += (found if BY_MATRIX else _as_float32(found, IS_COMPILED),)
-    added = ()
+    added: tl.tuple = ()
     for block in tl.static_range(0, NUM_BLOCKS, 2 if BY_MATRIX else 1):
         words, f = read[block]
         numbers = int4_numbers(words, f[0], f[1 % NUM_GROUPS], f[2 % NUM_GROUPS], f[3 % NUM_GROUPS], dtype, IS_COMPILED)
@@ -175,7 +175,7 @@ def _joined(totals, COUNT: tl.constexpr):
     """Of each block [pairs, a quarter] -> of all [pairs, a quarter, .., 2, 2]: in their order."""
     for level in tl.static_range(1, 4):
         if COUNT >> level > 0:
-            joined = ()
+            joined: tl.tuple = ()
             for place in tl.static_range(COUNT >> level):
                 joined += (tl.join(totals[place], totals[place + (COUNT >> level)]),)
             totals = joined
@@ -192,7 +192,7 @@ def _gemv(
     """NUM_BLOCKS blocks of outputs. Steps are written out: between those of a loop the compiler moves factors
     from thread to thread. IS_WHOLE: whether the outputs and the chunks are of whole programs and steps."""
     feature = tl.program_id(0) * (BLOCK_N * NUM_BLOCKS)
-    held = ()
+    held: tl.tuple = ()
     for step in tl.static_range(NUM_HELD):
         held += (
             _read(
@@ -201,7 +201,7 @@ def _gemv(
             ),
         )  # fmt: skip
     wait_for_earlier(IS_EARLY)
-    totals = ()
+    totals: tl.tuple = ()
     for _ in tl.static_range(NUM_BLOCKS):
         totals += (tl.zeros([NUM_CHUNKS * BLOCK_N, _QUARTER], tl.float32),)
     for step in tl.static_range(NUM_STEPS):
