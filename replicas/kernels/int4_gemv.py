@@ -231,7 +231,8 @@ def _gemv(
 def _tile_of(num_out: int, num_in: int) -> Int4GemvTile:
     """By what is compiled, not measured: one wave of programs, with a few kilobytes each on their way."""
     num_warps = 4 if num_in <= 1024 else 8 if num_in <= 8192 else 16
-    return Int4GemvTile(8, 2 if num_out < 16384 else 4, num_warps, num_warps, num_held=2)
+    num_blocks, num_held = (2, 2) if num_out < 16384 else (4, 1)
+    return Int4GemvTile(8, num_blocks, num_warps, num_warps, num_held)
 
 
 def int4_gemv(
