@@ -1,0 +1,117 @@
+"""The product of one row with weights of 4 bits against the definition: sizes that no tile divides, groups, bias."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from replicas.kernels import int4_gemv as module
+from replicas.kernels.int4_gemv import Int4GemvTile, int4_gemv
+from replicas.kernels.int4_words import group_factors, words_of
+from replicas.layers.packed_weights import PackedWeights, dequantised, pack_int4
+from tests.gpu.paged_case import TOLERANCE, relative_error
+
+pytestmark = pytest.mark.interpreted
+
+DTYPES = [torch.float16, torch.bfloat16]
+TILES = [
+    Int4GemvTile(8, 2, 4, 4), Int4GemvTile(8, 4, 2, 2, num_held=2), Int4GemvTile(8, 8, 4, 2),
+    Int4GemvTile(8, 1, 4, 4, by_matrix=False), Int4GemvTile(16, 4, 2, 4, num_held=8, by_matrix=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", [None, *TILES])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "group_size", "has_bias"),
+    [(64, 1536, 128, False), (64, 512, 64, True), (100, 160, 32, True), (33, 768, 256, True), (7, 192, 96, False)],
+)
+def test_the_product_is_that_of_the_matrix_unpacked(
+    device: torch.device, num_out: int, num_in: int, group_size: int, has_bias: bool, dtype: torch.dtype,
+    tile: Int4GemvTile | None,
+) -> None:  # fmt: skip
+    """Whole tiles and others, one step and more."""
+    torch.manual_seed(5)
+    values = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
+    scales = (torch.rand(num_out, num_in // group_size) + 0.5).half()
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
+    weights = PackedWeights(pack_int4(values), scales, group_size, zeros)
+    x = torch.randn(1, num_in).to(dtype)
+    bias = torch.randn(num_out).to(dtype) if has_bias else None
+    expected = x.double() @ dequantised(weights, dtype).double().T + (bias.double() if bias is not None else 0.0)
+    out = int4_gemv(
+        x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size,
+        None if bias is None else bias.to(device), tile,
+    )  # fmt: skip
+    assert out.shape == (1, num_out)
+    assert out.dtype is dtype
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_each_weight_meets_its_input(device: torch.device, group_size: int, tile: Int4GemvTile) -> None:
+    """One that is not zero at a time, inputs that are all unlike, scales that neighbours do not have: exact."""
+    dtype, num_in = torch.float16, 256
+    x = torch.arange(1, num_in + 1).to(dtype)[None, :]
+    values = torch.full((num_in, num_in), 8, dtype=torch.uint8) + torch.eye(num_in, dtype=torch.uint8)
+    outputs, groups = torch.arange(num_in)[:, None], torch.arange(num_in // group_size)
+    scales, zeros = torch.exp2((outputs + groups) % 3).half(), torch.full((num_in, len(groups)), 8, dtype=torch.uint8)
+    out = int4_gemv(
+        x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size, None, tile
+    )
+    assert torch.equal(out.cpu(), x * scales[outputs[:, 0], outputs[:, 0] // group_size])
+
+
+# The interpreter does not round to bfloat16.
+@pytest.mark.parametrize("dtype", DTYPES if torch.cuda.is_available() else DTYPES[:1])
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3]])
+def test_weights_are_rounded_once(device: torch.device, tile: Int4GemvTile, dtype: torch.dtype) -> None:
+    """To the row's type, of which a product of 7 and a scale has too many digits: sums are not rounded before."""
+    values, zeros = torch.full((16, 256), 15, dtype=torch.uint8), torch.full((16, 2), 8, dtype=torch.uint8)
+    scales = (1 + torch.arange(32).reshape(16, 2) / 128).half()
+    x = torch.zeros(1, 256, dtype=dtype)
+    x[0, 3], x[0, 131] = 1.0, -1.0
+    packed, factors = words_of(values).to(device), group_factors(scales, zeros).to(device)
+    out = int4_gemv(x.to(device), packed, factors, 128, None, tile)
+    rounded = (7 * scales.float()).to(dtype).float()
+    assert torch.equal(out.cpu()[0], (rounded[:, 0] - rounded[:, 1]).to(dtype))
+
+
+def test_the_assembly_multiplies_as_words_are_read() -> None:
+    """Carried out for a warp as PTX defines it (m16n8k16), which the interpreter does not: thread 4 g + t has words
+    8 t to 8 t + 7 of outputs g of both blocks. Small whole numbers, so that no order of a sum matters."""
+    generator = torch.Generator().manual_seed(6)
+    blocks = torch.randint(-9, 10, (2, 8, 32), generator=generator)
+    inputs = torch.randint(-9, 10, (32,), generator=generator)
+    before = torch.randint(-9, 10, (2, 8), generator=generator)
+    pairs = {16 + place: blocks[0].view(8, 4, 4, 2)[:, :, place] for place in range(4)}  # [g, t, of a pair]
+    pairs |= {20 + place: blocks[1].view(8, 4, 4, 2)[:, :, place] for place in range(4)}
+    pairs |= {24 + place: inputs.view(4, 4, 2)[:, place].expand(8, 4, 2) for place in range(4)}
+    sums = {number: before[block][:, None].expand(8, 4) for number, block in ((28, 0), (29, 0), (36, 1), (37, 1))}
+    for line in module._assembly("bf16").splitlines():
+        if line.startswith("mma"):
+            to, rows, columns, added = (
+                [int(n) for n in re.findall(r"\d+", part)] for part in re.findall("{(.*?)}", line)
+            )
+            upper, lower = (torch.cat((pairs[rows[i]], pairs[rows[i + 2]]), 2).flatten(1) for i in (0, 1))  # [g, k]
+            vectors = torch.cat((pairs[columns[0]], pairs[columns[1]]), 2).flatten(1)  # of each column g
+            products = torch.cat((upper, lower)) @ vectors.T
+            found = products.view(2, 8, 4, 2)  # c0 and c1 are columns 2 t and 2 t + 1 of row g, c2 and c3 of row g + 8
+            sums |= {to[i]: sums[added[i]] + found[i // 2, :, :, i % 2] for i in range(4)}
+    wanted = before + blocks @ inputs
+    for number, block in ((0, 0), (1, 0), (8, 1), (9, 1)):
+        assert torch.equal(sums[number], wanted[block][:, None].expand(8, 4))
+
+
+def test_a_tile_that_a_warp_does_not_read_by_chunks_is_refused(device: torch.device) -> None:
+    for tile in (Int4GemvTile(16, 2, 4, 4), Int4GemvTile(8, 1, 4, 4), Int4GemvTile(8, 2, 2, 4)):
+        with pytest.raises(ValueError, match="matrix units"):
+            int4_gemv(
+                torch.zeros(1, 128, dtype=torch.float16, device=device),
+                torch.zeros(1, 16, 32, dtype=torch.int16, device=device),
+                torch.zeros(1, 16, dtype=torch.int32, device=device), 128, None, tile,
+            )  # fmt: skip
