@@ -105,12 +105,6 @@ def _first_weights_held(num_fewer_stages: int) -> Iterator[None]:
 
 
 @contextmanager
-def _patched(module: str, name: str, other: Any) -> Iterator[None]:
-    with patch.object(importlib.import_module(f"replicas.{module}"), name, other):
-        yield
-
-
-@contextmanager
 def _gemv_tile(wide: tuple[int, int, int] | None, tall: tuple[int, int, int] | None) -> Iterator[None]:
     """Of one row of fp8: of up to 4,096 inputs, and of more; None: as shipped."""
     from replicas.kernels import scaled_gemv
@@ -142,6 +136,35 @@ def _matrix_units() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _int4_of_16_rows() -> Iterator[None]:
+    from replicas.cuda import int4_card_linear
+    from replicas.kernels.int4_product import int4_product
+
+    def padded(x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, group: int, bias: Any) -> torch.Tensor:
+        tile = int4_card_linear.int4_tile(1, words.shape[1], x.shape[1])
+        return int4_product(x, words, factors, group, bias, tile, arrived)
+
+    arrived = torch.zeros(4096, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
+    with patch.object(int4_card_linear, "int4_gemv", padded):
+        yield
+
+
+@contextmanager
+def _int4_tile(kind: str, tile: tuple[int, ...]) -> Iterator[None]:
+    """kind: of sizes: many inputs, very many outputs, or neither."""
+    from replicas.kernels import int4_gemv as module
+
+    tile_of = module._tile_of
+
+    def other(num_out: int, num_in: int) -> module.Int4GemvTile:
+        found = "tall" if num_in > 8192 else "wide" if num_out >= 16384 else "few"
+        return module.Int4GemvTile(*tile) if found == kind else tile_of(num_out, num_in)
+
+    with patch.object(module, "_tile_of", other):
+        yield
+
+
 PIECES = {
     "fp8-gemv": Trial(
         ("fp8",),
@@ -150,16 +173,30 @@ PIECES = {
             "matrix units": _matrix_units,
         }
         | {
-            f"4096 inputs {tile}": partial(_gemv_tile, tile, None)
-            for tile in ((4, 4096, 8), (2, 4096, 8), (4, 4096, 4), (2, 2048, 4), (1, 4096, 4))
-        }
-        | {
-            f"14336 inputs {tile}": partial(_gemv_tile, None, tile)
-            for tile in ((1, 16384, 8), (2, 16384, 8), (2, 2048, 4), (1, 4096, 4), (2, 16384, 16))
+            f"inputs {tile}": partial(_gemv_tile, tile, tile)
+            for tile in ((1, 2048, 4), (4, 1024, 4), (2, 1024, 2), (4, 2048, 8), (1, 2048, 2))
         }
         | {
             f"gated {tile}": partial(_gated_tile, *tile)
-            for tile in ((8, 4096, 4), (8, 2048, 8), (8, 512, 4), (16, 4096, 16), (16, 4096, 8))
+            for tile in ((8, 1024, 4), (8, 1024, 8), (4, 1024, 4), (8, 256, 2), (8, 512, 8))
+        }
+        | {"off again": as_shipped},
+        (1,),
+    ),
+    "int4-gemv": Trial(
+        ("int4",),
+        {"off": as_shipped, "made 16 rows": _int4_of_16_rows}
+        | {
+            f"few {tile}": partial(_int4_tile, "few", tile)
+            for tile in ((8, 2, 8, 8, 4), (8, 2, 16, 16, 2), (8, 2, 4, 4, 4), (8, 2, 8, 8, 1))
+        }
+        | {
+            f"wide {tile}": partial(_int4_tile, "wide", tile)
+            for tile in ((8, 4, 4, 4, 1), (8, 2, 8, 8, 2), (8, 8, 4, 4, 1), (8, 4, 16, 16, 1))
+        }
+        | {
+            f"tall {tile}": partial(_int4_tile, "tall", tile)
+            for tile in ((8, 2, 16, 16, 3), (8, 2, 8, 8, 3), (8, 2, 8, 8, 2), (8, 4, 16, 16, 1))
         }
         | {"off again": as_shipped},
         (1,),

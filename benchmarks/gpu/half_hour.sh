@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 campaign='python3 -m benchmarks.gpu.campaign --tokenizer /tmp/site/tokenizer --budget-s $LEFT_S'
+
 on_cards() { # LIMIT_S COMMAND ...
     python3 -m benchmarks.gpu.card_commands --out "$OUT" --limit-s "$@"
 }
@@ -13,11 +14,10 @@ on_cards() { # LIMIT_S COMMAND ...
 case $1 in
     few-bits)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
-        tests='test_scaled_gemv.py test_int4_gemv.py test_quantised_products.py test_rounded_layer.py'
-        trials='fp8-gemv,int4-gemv,first-weights,int4-parts' # 75 + 75 + 110 + 40 s
-        on_cards 520 \
-            "0 120 python3 -m pytest -q -rA ${tests//test_/tests/gpu/test_}" \
-            "0 400 $campaign --only $trials --state /tmp/0.jsonl --out \$OUT/0"
+        tests='test_scaled_gemv.py test_int4_gemv.py test_rounded_layer.py'
+        on_cards 330 \
+            "0 100 python3 -m pytest -q -rA ${tests//test_/tests/gpu/test_}" \
+            "0 230 $campaign --only fp8-gemv,int4-gemv --state /tmp/0.jsonl --out \$OUT/0"
         ;;
     one-card)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site

@@ -12,6 +12,7 @@ from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_tiles import int4_tile
+from replicas.kernels.int4_gemv import int4_gemv
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.int4_unpack import int4_unpack
 from replicas.kernels.int4_words import group_factors, numbers_of, words_of
@@ -32,6 +33,8 @@ def product_of_int4(
     An operator of its own so that a compiled layer is the same for all numbers of rows.
     """
     num_out, num_in = words.shape[1], x.shape[1]
+    if len(x) == 1:
+        return int4_gemv(x.contiguous(), words, factors, group_size, bias)
     if 0 < len(x) <= MOST_ROWS:
         tile = int4_tile(len(x), num_out, num_in)
         return int4_product(x.contiguous(), words, factors, group_size, bias, tile, arrived)

@@ -16,7 +16,7 @@ from replicas.kernels.parts_of_product import none_arrived
 from replicas.kernels.round_gated import round_gated
 from replicas.kernels.round_known import round_known
 from replicas.kernels.round_rows import round_rows
-from replicas.kernels.scaled_gemv import GATED_MULTIPLE, gated_gemv, is_single, scaled_gemv
+from replicas.kernels.scaled_gemv import gated_gemv, is_single, scaled_gemv
 from replicas.kernels.scaled_product import gated_product, is_gated_tile, scaled_product
 from replicas.kernels.skinny_product import MOST_ROWS
 from replicas.layers.packed_weights import FP8, PackedWeights, by_input, dequantised
@@ -58,7 +58,7 @@ def rounded_product(
     num_rows, (num_out, num_in) = len(rounded), values.shape
     if not num_rows:
         return rounded.new_empty(0, num_out, dtype=dtype)
-    if is_single(rounded, of_rows, scales):
+    if is_single(rounded, of_rows, values, scales):
         return scaled_gemv(rounded, of_rows, values, scales, bias, dtype, None if onto is None else onto.contiguous())
     if num_rows <= MOST_ROWS:
         tile = scaled_tile(num_rows, num_out, num_in, program_bytes(rounded.device))
@@ -74,7 +74,7 @@ def rounded_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`round_gated` of the `rounded_product` of an MLP's gate and up, to this kind. With few rows the gate is made
     behind the product, so that many programs can round a row: they know its largest number."""
-    if is_single(rounded, of_rows, scales) and values.shape[0] % GATED_MULTIPLE == 0:
+    if is_single(rounded, of_rows, values, scales):
         return round_known(*gated_gemv(rounded, of_rows, values, scales, bias, dtype), kind)
     if 0 < len(rounded) <= MOST_ROWS:
         tile = scaled_tile(len(rounded), values.shape[0], values.shape[1], program_bytes(rounded.device))
