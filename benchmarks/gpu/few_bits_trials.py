@@ -11,7 +11,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.steps_runner import StepsRunner
     from replicas.kernels.skinny_product import ProductTile
 
-BATCHES, CONTEXT = (1, 16, 64), 1073
+BATCHES, CONTEXT = (2, 16, 64), 1073
 _REPEATS = 40
 
 Figures = dict[str, Any]
@@ -41,33 +41,15 @@ Change = Callable[[], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True)
 class Trial:
     """quantise: as `model.quantise`, a model each. ways: of what is on, in this order: each is within whose change its
-    graphs are captured. The first is off. batches: numbers of rows."""
+    graphs are captured. The first is off."""
 
     quantise: tuple[str, ...]
     ways: Mapping[str, Change]
-    batches: tuple[int, ...] = BATCHES
 
 
 @contextmanager
 def as_shipped() -> Iterator[None]:
     yield
-
-
-@contextmanager
-def _int4_parts_as_before() -> Iterator[None]:
-    """Of more than 32 rows: one part of very many outputs, eight of very many inputs."""
-    from replicas.cuda import int4_card_linear
-
-    tile_of = int4_card_linear.int4_tile
-
-    def before(num_rows: int, num_out: int, num_in: int) -> ProductTile:
-        tile = tile_of(num_rows, num_out, num_in)
-        if num_rows <= 32 or (num_out < 16384 and num_in < 8192):
-            return tile
-        return tile._replace(num_parts=1 if num_out >= 16384 else 8)
-
-    with patch.object(int4_card_linear, "int4_tile", before):
-        yield
 
 
 @contextmanager
@@ -85,134 +67,7 @@ def _fp8_of_512_inputs() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _first_weights_held(num_fewer_stages: int) -> Iterator[None]:
-    from replicas.cuda import int4_card_linear, quantised_card_linear, skinny_linear
-
-    def holding(tile_of: Callable[..., ProductTile]) -> Callable[..., ProductTile]:
-        def tile(*size: int) -> ProductTile:
-            found = tile_of(*size)
-            return found._replace(holds_first=True, num_stages=found.num_stages - num_fewer_stages)
-
-        return tile
-
-    with ExitStack() as stack:
-        for module, name in (
-            (int4_card_linear, "int4_tile"), (quantised_card_linear, "scaled_tile"), (skinny_linear, "tile_of")
-        ):  # fmt: skip
-            stack.enter_context(patch.object(module, name, holding(getattr(module, name))))
-        yield
-
-
-@contextmanager
-def _gemv_tile(wide: tuple[int, int, int] | None, tall: tuple[int, int, int] | None) -> Iterator[None]:
-    """Of one row of fp8: of up to 4,096 inputs, and of more; None: as shipped."""
-    from replicas.kernels import scaled_gemv
-
-    tile_of = scaled_gemv._tile_of
-
-    def other(num_in: int) -> scaled_gemv.GemvTile:
-        tile = wide if num_in <= 4096 else tall
-        return tile_of(num_in) if tile is None else scaled_gemv.GemvTile(*tile)
-
-    with patch.object(scaled_gemv, "_tile_of", other):
-        yield
-
-
-@contextmanager
-def _gated_tile(*tile: int) -> Iterator[None]:
-    from replicas.kernels import scaled_gemv
-
-    with patch.object(scaled_gemv, "_gated_tile", lambda: scaled_gemv.GemvTile(*tile)):
-        yield
-
-
-@contextmanager
-def _matrix_units() -> Iterator[None]:
-    """One row of fp8 as many."""
-    from replicas.cuda import quantised_card_linear
-
-    with patch.object(quantised_card_linear, "is_single", lambda *given: False):
-        yield
-
-
-@contextmanager
-def _int4_of_16_rows() -> Iterator[None]:
-    from replicas.cuda import int4_card_linear
-    from replicas.kernels.int4_product import int4_product
-
-    def padded(x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, group: int, bias: Any) -> torch.Tensor:
-        tile = int4_card_linear.int4_tile(1, words.shape[1], x.shape[1])
-        return int4_product(x, words, factors, group, bias, tile, arrived)
-
-    arrived = torch.zeros(4096, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
-    with patch.object(int4_card_linear, "int4_gemv", padded):
-        yield
-
-
-@contextmanager
-def _int4_tile(kind: str, tile: tuple[int, ...]) -> Iterator[None]:
-    """kind: of sizes: many inputs, very many outputs, or neither."""
-    from replicas.kernels import int4_gemv as module
-
-    tile_of = module._tile_of
-
-    def other(num_out: int, num_in: int) -> module.Int4GemvTile:
-        found = "tall" if num_in > 8192 else "wide" if num_out >= 16384 else "few"
-        return module.Int4GemvTile(*tile) if found == kind else tile_of(num_out, num_in)
-
-    with patch.object(module, "_tile_of", other):
-        yield
-
-
 PIECES = {
-    "fp8-gemv": Trial(
-        ("fp8",),
-        {
-            "off": as_shipped,
-            "matrix units": _matrix_units,
-        }
-        | {
-            f"inputs {tile}": partial(_gemv_tile, tile, tile)
-            for tile in ((1, 2048, 4), (4, 1024, 4), (2, 1024, 2), (4, 2048, 8), (1, 2048, 2))
-        }
-        | {
-            f"gated {tile}": partial(_gated_tile, *tile)
-            for tile in ((8, 1024, 4), (8, 1024, 8), (4, 1024, 4), (8, 256, 2), (8, 512, 8))
-        }
-        | {"off again": as_shipped},
-        (1,),
-    ),
-    "int4-gemv": Trial(
-        ("int4",),
-        {"off": as_shipped, "made 16 rows": _int4_of_16_rows}
-        | {
-            f"few {tile}": partial(_int4_tile, "few", tile)
-            for tile in ((8, 2, 8, 8, 4), (8, 2, 16, 16, 2), (8, 2, 4, 4, 4), (8, 2, 8, 8, 1))
-        }
-        | {
-            f"wide {tile}": partial(_int4_tile, "wide", tile)
-            for tile in ((8, 4, 4, 4, 1), (8, 2, 8, 8, 2), (8, 8, 4, 4, 1), (8, 4, 16, 16, 1))
-        }
-        | {
-            f"tall {tile}": partial(_int4_tile, "tall", tile)
-            for tile in ((8, 2, 16, 16, 3), (8, 2, 8, 8, 3), (8, 2, 8, 8, 2), (8, 4, 16, 16, 1))
-        }
-        | {"off again": as_shipped},
-        (1,),
-    ),
-    "first-weights": Trial(
-        ("fp8", "int4", "none"),
-        {
-            "off": as_shipped,
-            "held": partial(_first_weights_held, 0),
-            "held, a stage less": partial(_first_weights_held, 1),
-            "off again": as_shipped,
-        },
-    ),
-    "int4-parts": Trial(
-        ("int4",), {"off": as_shipped, "parts as before": _int4_parts_as_before, "off again": as_shipped}
-    ),
     "fp8-wide": Trial(("fp8",), {"off": as_shipped, "512 inputs": _fp8_of_512_inputs, "off again": as_shipped}),
 }
 
@@ -258,7 +113,7 @@ def measure(trial: Trial, options: argparse.Namespace, tell: Callable[[Figures],
             folder = make_shape_folder(options.shape, Path(name))
             runner = make_runner(folder, options.dtype, torch.device(options.device), quantise, max(BATCHES))
         tell({f"{quantise}, start_s": round(time.perf_counter() - started_s, 1)})
-        steps_of_ways(runner, trial.ways, trial.batches, partial(_tell_of, tell, quantise))
+        steps_of_ways(runner, trial.ways, BATCHES, partial(_tell_of, tell, quantise))
         del runner
         gc.collect()
         torch.cuda.empty_cache()

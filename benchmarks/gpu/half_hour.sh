@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# OUT=FOLDER bash benchmarks/gpu/half_hour.sh CALL: what runs next on a lent machine, of one card (few-bits, one-card,
-# few-bits-vllm) or of two (pairs, saturated, vllm).
+# OUT=FOLDER bash benchmarks/gpu/half_hour.sh CALL: what runs next on a lent machine, of one card (one-card,
+# one-card-vllm) or of two (pairs, saturated, vllm).
 # CAMPAIGN.md says which parts travel with each, and why so. Whoever has something to measure writes it in here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -12,22 +12,18 @@ on_cards() { # LIMIT_S COMMAND ...
 }
 
 case $1 in
-    few-bits)
-        python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
-        tests='test_scaled_gemv.py test_int4_gemv.py test_rounded_layer.py'
-        on_cards 330 \
-            "0 100 python3 -m pytest -q -rA ${tests//test_/tests/gpu/test_}" \
-            "0 230 $campaign --only fp8-gemv,int4-gemv --state /tmp/0.jsonl --out \$OUT/0"
-        ;;
     one-card)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
-        pieces='lanes-saturated,colocated-saturated,steps-70b' # 85 + 90 + 110 s
-        on_cards 330 "0 330 $campaign --only $pieces --state /tmp/1.jsonl --out \$OUT/1"
+        tests='tests/gpu/test_scaled_gemv.py tests/gpu/test_int4_gemv.py tests/gpu/test_rounded_layer.py'
+        pieces='steps-fp8-kv,steps-70b,colocated-saturated' # 80 + 110 + 110 s
+        on_cards 560 \
+            "0 200 python3 -m pytest -q -rA $tests" \
+            "0 330 $campaign --only $pieces --state /tmp/0.jsonl --out \$OUT/0"
         ;;
-    few-bits-vllm)
+    one-card-vllm)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site vllm
-        pieces='vllm-awq,steps-int4,vllm-fp8,steps-fp8,vllm-fp8-kv,steps-fp8-kv' # 3 x 120 + 3 x 50 s
-        on_cards 560 "0 560 $campaign --only $pieces --vllm-site /tmp/vllm-site --state /tmp/2.jsonl --out \$OUT/2"
+        pieces='vllm-fp8-kv,vllm-fp8,steps-fp8' # 125 + 120 + 80 s
+        on_cards 360 "0 360 $campaign --only $pieces --vllm-site /tmp/vllm-site --state /tmp/1.jsonl --out \$OUT/1"
         ;;
     pairs)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
@@ -46,7 +42,7 @@ case $1 in
             "0,1 570 $campaign --only pair-vllm-4096,pair-vllm-split,pair-vllm-16384 $sites --state /tmp/7.jsonl --out \$OUT/7"
         ;;
     *)
-        echo "few-bits, one-card, few-bits-vllm, pairs, saturated or vllm, not $1" >&2
+        echo "one-card, one-card-vllm, pairs, saturated or vllm, not $1" >&2
         exit 2
         ;;
 esac

@@ -102,24 +102,32 @@ class ProductTimes:
         return x, *round_rows(x, torch.float8_e4m3fn, self._size[1])
 
     def few(self, kind: str, num_rows: int, has_time: Callable[[], bool]) -> dict[str, Any]:
-        """us and GB/s of the tile that is shipped, and of the fastest; how many were tried."""
-        from replicas.cuda.quantised_tiles import int4_tile, program_bytes, scaled_tile
-
-        most_bytes = program_bytes(torch.device("cuda", 0))
-        shipped = tuple(
-            int4_tile(num_rows, *self._size) if kind == "int4" else scaled_tile(num_rows, *self._size, most_bytes)
-        )
+        """us and GB/s of what is shipped, and of the fastest tiles; how many were tried."""
+        told = {"shipped": self._told(kind, graph_ms(self._shipped(kind, num_rows)))}
         found: dict[tuple[int, ...], float] = {}
-        for tile in (shipped, *candidates(kind, self._size[0])):
-            if tile not in found and (not found or has_time()):
+        for tile in candidates(kind, self._size[0]):
+            if has_time():
                 try:
                     found[tile] = graph_ms(self._runs(kind, num_rows, tile))
                 except Exception as error:  # too much shared memory, or what the compiler refuses
                     print(f"{kind} {num_rows} {tile}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        order = sorted(found, key=lambda tile: found[tile])
-        told = {"shipped": self._told(kind, found[shipped])} if shipped in found else {}
-        best = {f"best {list(tile)}": self._told(kind, found[tile]) for tile in order[:2]}
-        return told | best | {"tried": len(found)}
+        best = sorted(found, key=lambda tile: found[tile])[:2]
+        return told | {f"best {list(tile)}": self._told(kind, found[tile]) for tile in best} | {"tried": len(found)}
+
+    def _shipped(self, kind: str, num_rows: int) -> list[Run]:
+        from replicas.cuda.int4_card_linear import product_of_int4
+        from replicas.cuda.quantised_card_linear import rounded_product
+
+        w, num_in = self._weights, self._size[1]
+        x, rounded, of_rows = self.rows(num_rows)
+        if kind == "int4":
+            return [lambda one=one: product_of_int4(x, one, w.factors, None, w.arrived, _GROUP) for one in w.int4]
+        return [
+            lambda one=one: rounded_product(
+                rounded, of_rows, one, w.scales, None, None, w.arrived, num_in, torch.bfloat16
+            )
+            for one in w.fp8
+        ]
 
     def _runs(self, kind: str, num_rows: int, tile: tuple[int, ...]) -> list[Run]:
         from replicas.kernels.int4_product import int4_product

@@ -6,13 +6,15 @@ kernel of its own, for few they are within the product.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_tiles import int4_tile
-from replicas.kernels.int4_gemv import int4_gemv
+from replicas.kernels.int4_gemv import int4_gemv, multiplies_right
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.int4_unpack import int4_unpack
 from replicas.kernels.int4_words import group_factors, numbers_of, words_of
@@ -21,6 +23,8 @@ from replicas.kernels.skinny_product import MOST_ROWS
 from replicas.layers.packed_weights import PackedWeights, pack_int4, unpack_int4
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.quantisation.scheme import Scheme
+
+logger = logging.getLogger(__name__)
 
 
 def product_of_int4(
@@ -33,7 +37,7 @@ def product_of_int4(
     An operator of its own so that a compiled layer is the same for all numbers of rows.
     """
     num_out, num_in = words.shape[1], x.shape[1]
-    if len(x) == 1:
+    if len(x) == 1 and multiplies_right(x.device):
         return int4_gemv(x.contiguous(), words, factors, group_size, bias)
     if 0 < len(x) <= MOST_ROWS:
         tile = int4_tile(len(x), num_out, num_in)
@@ -66,6 +70,9 @@ class Int4CardLinear(QuantisedLinear):
         self.values = nn.Parameter(words_of(unpack_int4(weights.values)), requires_grad=False)
         self.register_buffer("arrived", none_arrived(weights.num_outputs, weights.values.device), persistent=False)
         self.register_buffer("factors", group_factors(weights.scales, weights.zeros), persistent=False)
+        if not multiplies_right(weights.values.device):  # asked here at first, where it may take seconds
+            extra = {"event": "int4_gemv_refused"}
+            logger.warning("the product of one row of int4 is not right here: that of more rows is used", extra=extra)
 
     @property
     def weights(self) -> PackedWeights:

@@ -108,32 +108,25 @@ def _product(
     x, weight, factors, bias, out, partial, arrived, num_rows, num_out, num_in, num_chunks, part_chunks, x_stride,
     GROUP_SIZE: tl.constexpr, IS_ONE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
-    IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr, HOLDS_FIRST: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, part_chunks of them. IS_ONE_GROUP: whether each chunk is within
-    one group. NUM_PRODUCTS: 1, or 2, each of ROWS. HOLDS_FIRST: see `ProductTile`."""
+    one group. NUM_PRODUCTS: 1, or 2, each of ROWS."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
     features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
     is_feature = features < num_out
     begin = part * part_chunks
     end = tl.minimum(begin + part_chunks, num_chunks)
-    if HOLDS_FIRST:
-        held = _words(weight, tl.minimum(begin, num_chunks - 1), num_out, features, is_feature, IS_WHOLE)
     wait_for_earlier(IS_EARLY)
     is_row, is_other = (rows < num_rows)[:, None], (rows + ROWS < num_rows)[:, None]
     x_rows = x + rows[:, None] * x_stride + tl.arange(0, _QUARTER)[None, :]
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     other_total = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for chunk in range(begin + 1 if HOLDS_FIRST else begin, end):
+    for chunk in range(begin, end):
         words = _words(weight, chunk, num_out, features, is_feature, IS_WHOLE)
         total, other_total = _both_added(
             total, other_total, words, factors, x_rows, x_stride, chunk, features, is_feature, is_row, is_other,
-            num_out, num_in, GROUP_SIZE, IS_ONE_GROUP, ROWS, NUM_PRODUCTS, IS_COMPILED, IS_WHOLE,
-        )  # fmt: skip
-    if HOLDS_FIRST and begin < end:
-        total, other_total = _both_added(
-            total, other_total, held, factors, x_rows, x_stride, begin, features, is_feature, is_row, is_other,
             num_out, num_in, GROUP_SIZE, IS_ONE_GROUP, ROWS, NUM_PRODUCTS, IS_COMPILED, IS_WHOLE,
         )  # fmt: skip
     total = tl.trans(total)
@@ -166,7 +159,7 @@ def int4_product(
         IS_ONE_GROUP=group_size % CHUNK == 0, HAS_BIAS=bias is not None, ROWS=min(rows, _MOST_ROWS),
         NUM_PRODUCTS=triton.cdiv(rows, _MOST_ROWS), BLOCK_N=tile.block_n, NUM_PARTS=tile.num_parts,
         IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
-        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0, HOLDS_FIRST=tile.holds_first,
+        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out

@@ -47,12 +47,11 @@ def _product(
     x, x_scales, weight, scales, bias, onto, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
     num_groups, GROUP_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, HOLDS_FIRST: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group.
 
-    IS_GATED: each gate with its up next to it; partial: each row's largest number of a tile. HOLDS_FIRST: see
-    `ProductTile`.
+    IS_GATED: each gate with its up next to it; partial: each row's largest number of a tile.
     """
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
     features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -63,20 +62,13 @@ def _product(
     weight_rows = weight + features.to(tl.int64)[:, None] * num_in
     begin = part * num_steps * BLOCK_K
     end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
-    if HOLDS_FIRST:
-        held = _weights(weight_rows, is_feature, begin, end, BLOCK_K)
     wait_for_earlier(IS_EARLY)
     x_rows = x + rows[None, :] * num_in
     total = tl.zeros([BLOCK_N, ROWS], tl.int32 if IS_INT else tl.float32)
-    for first in range(begin + BLOCK_K if HOLDS_FIRST else begin, end, BLOCK_K):
+    for first in range(begin, end, BLOCK_K):
         w = _weights(weight_rows, is_feature, first, end, BLOCK_K)
         total = _added(
             total, w, x_rows, scales, x_scales, first, end, features, rows, is_feature, is_row, num_groups,
-            num_x_groups, GROUP_SIZE, IS_INT, IS_GROUPED, BLOCK_K,
-        )  # fmt: skip
-    if HOLDS_FIRST:
-        total = _added(
-            total, held, x_rows, scales, x_scales, begin, end, features, rows, is_feature, is_row, num_groups,
             num_x_groups, GROUP_SIZE, IS_INT, IS_GROUPED, BLOCK_K,
         )  # fmt: skip
     product = total.to(tl.float32)
@@ -169,5 +161,5 @@ def _launch(
         HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8, IS_GROUPED=is_grouped,
         ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
         NUM_PARTS=tile.num_parts, IS_GATED=is_gated, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
-        HOLDS_FIRST=tile.holds_first, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip

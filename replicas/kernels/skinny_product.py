@@ -21,18 +21,13 @@ MOST_ROWS = 64  # that layers have multiplied by a kernel here, whatever bits th
 
 
 class ProductTile(NamedTuple):
-    """How one product is computed: outputs and inputs at once, warps and stages of a program, parts of the inputs.
-
-    holds_first: whether a program loads its first step's weights before it waits for the kernel in front, keeps them in
-    registers meanwhile, and multiplies them last; an eighth to a fifth more of its memory.
-    """
+    """How one product is computed: outputs and inputs at once, warps and stages of a program, parts of the inputs."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
     num_parts: int
-    holds_first: bool = False
 
 
 @triton.jit
@@ -55,7 +50,7 @@ def _added(total, w, x_rows, is_row, first, end, BLOCK_K: tl.constexpr):
 def _product(
     x, weight, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, x_stride, weight_stride,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
-    IS_EARLY: tl.constexpr, EVICTION: tl.constexpr, HOLDS_FIRST: tl.constexpr,
+    IS_EARLY: tl.constexpr, EVICTION: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
@@ -65,16 +60,12 @@ def _product(
     weight_rows = weight + features.to(tl.int64)[:, None] * weight_stride
     begin = part * num_steps * BLOCK_K
     end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
-    if HOLDS_FIRST:
-        held = _weights(weight_rows, is_feature, begin, end, BLOCK_K, EVICTION)
     wait_for_earlier(IS_EARLY)
     x_rows = x + rows[None, :] * x_stride
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for first in range(begin + BLOCK_K if HOLDS_FIRST else begin, end, BLOCK_K):
+    for first in range(begin, end, BLOCK_K):
         w = _weights(weight_rows, is_feature, first, end, BLOCK_K, EVICTION)
         total = _added(total, w, x_rows, is_row, first, end, BLOCK_K)
-    if HOLDS_FIRST:
-        total = _added(total, held, x_rows, is_row, begin, end, BLOCK_K)
     store_product(
         total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS
     )
@@ -105,6 +96,6 @@ def skinny_product(
         x, weight, weight if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in, num_steps,
         x.stride(0), weight.stride(0), HAS_BIAS=bias is not None, ROWS=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_PARTS=tile.num_parts, IS_EARLY=is_early, EVICTION=eviction,
-        HOLDS_FIRST=tile.holds_first, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out

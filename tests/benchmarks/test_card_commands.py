@@ -193,7 +193,7 @@ def on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return asked
 
 
-@pytest.mark.parametrize("call", ["few-bits", "one-card", "few-bits-vllm", "pairs", "saturated", "vllm"])
+@pytest.mark.parametrize("call", ["one-card", "one-card-vllm", "pairs", "saturated", "vllm"])
 def test_the_next_half_hour_asks_for_what_there_is(call: str, on_a_machine: Path) -> None:
     subprocess.run(["bash", SCRIPT, call], check=True)
     unpacked, _, ran = on_a_machine.read_text().partition("benchmarks.gpu.card_commands\n")
@@ -216,6 +216,6 @@ def test_the_next_half_hour_asks_for_what_there_is(call: str, on_a_machine: Path
 def test_no_such_half_hour(on_a_machine: Path) -> None:
     done = subprocess.run(["bash", SCRIPT, "all"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
-        2, "few-bits, one-card, few-bits-vllm, pairs, saturated or vllm, not all\n"
+        2, "one-card, one-card-vllm, pairs, saturated or vllm, not all\n"
     )  # fmt: skip
     assert not on_a_machine.exists()

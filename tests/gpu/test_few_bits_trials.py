@@ -14,7 +14,7 @@ from benchmarks.gpu import few_bits_trials
 from benchmarks.gpu.campaign_alone import ALONE
 from benchmarks.gpu.few_bits_trials import PIECES, make_runner, steps_of_ways
 from benchmarks.gpu.steps_runner import StepsRunner
-from replicas.cuda import int4_card_linear, quantised_card_linear
+from replicas.cuda import quantised_card_linear
 from tests.gpu.test_cuda_runner import CONFIG, card  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.interpreted
@@ -57,16 +57,8 @@ def test_every_way_gives_the_same_logits(
 
 def test_each_trials_tiles_are_others_than_those_that_ship() -> None:
     """At sizes of Llama-3.1-8B; of a small model they are the same."""
-    parts, wide = PIECES["int4-parts"].ways["parts as before"], PIECES["fp8-wide"].ways["512 inputs"]
     sizes = [(28672, 4096), (4096, 14336), (4096, 4096)]
-    shipped = [int4_card_linear.int4_tile(64, *size).num_parts for size in sizes]
-    with parts():
-        assert [int4_card_linear.int4_tile(64, *size).num_parts for size in sizes] == [1, 8, 4]
-        assert int4_card_linear.int4_tile(16, *sizes[1]).num_parts == 8
-    assert shipped == [int4_card_linear.int4_tile(64, *size).num_parts for size in sizes] == [2, 4, 4]
-    with PIECES["first-weights"].ways["held, a stage less"]():
-        assert int4_card_linear.int4_tile(1, *sizes[1]) == (128, 128, 4, 2, 8, True)
-        assert quantised_card_linear.scaled_tile(1, *sizes[1], 200_000) == (64, 256, 4, 3, 4, True)
-    with wide():
-        tiles = [quantised_card_linear.scaled_tile(1, *size, 200_000)[1:] for size in sizes]
-    assert tiles == [(256, 4, 4, 1, False), (512, 4, 3, 2, False), (512, 4, 3, 2, False)]
+    with PIECES["fp8-wide"].ways["512 inputs"]():
+        tiles = [quantised_card_linear.scaled_tile(16, *size, 200_000)[1:] for size in sizes]
+    assert tiles == [(256, 4, 4, 1), (512, 4, 3, 2), (512, 4, 3, 2)]
+    assert [quantised_card_linear.scaled_tile(16, *size, 200_000).num_parts for size in sizes] == [1, 4, 4]

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from replicas.cuda import int4_card_linear
 from replicas.kernels import int4_gemv as module
-from replicas.kernels.int4_gemv import Int4GemvTile, int4_gemv
+from replicas.kernels.int4_gemv import Int4GemvTile, int4_gemv, multiplies_right
 from replicas.kernels.int4_words import group_factors, words_of
 from replicas.layers.packed_weights import PackedWeights, dequantised, pack_int4
+from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
 from tests.gpu.paged_case import TOLERANCE, relative_error
 
 pytestmark = pytest.mark.interpreted
 
 DTYPES = [torch.float16, torch.bfloat16]
-TILES = [
-    Int4GemvTile(8, 2, 4, 4), Int4GemvTile(8, 4, 2, 2, num_held=2), Int4GemvTile(8, 8, 4, 2),
-    Int4GemvTile(8, 1, 4, 4, by_matrix=False), Int4GemvTile(16, 4, 2, 4, num_held=8, by_matrix=False),
-]  # fmt: skip
+TILES = [Int4GemvTile(2, 4, 1), Int4GemvTile(4, 2, 2), Int4GemvTile(8, 2, 1), Int4GemvTile(2, 1, 8)]
 
 
 @pytest.mark.parametrize("tile", [None, *TILES])
@@ -68,7 +68,7 @@ def test_each_weight_meets_its_input(device: torch.device, group_size: int, tile
 
 # The interpreter does not round to bfloat16.
 @pytest.mark.parametrize("dtype", DTYPES if torch.cuda.is_available() else DTYPES[:1])
-@pytest.mark.parametrize("tile", [TILES[0], TILES[3]])
+@pytest.mark.parametrize("tile", [TILES[0], TILES[2]])
 def test_weights_are_rounded_once(device: torch.device, tile: Int4GemvTile, dtype: torch.dtype) -> None:
     """To the row's type, of which a product of 7 and a scale has too many digits: sums are not rounded before."""
     values, zeros = torch.full((16, 256), 15, dtype=torch.uint8), torch.full((16, 2), 8, dtype=torch.uint8)
@@ -107,11 +107,41 @@ def test_the_assembly_multiplies_as_words_are_read() -> None:
         assert torch.equal(sums[number], wanted[block][:, None].expand(8, 4))
 
 
-def test_a_tile_that_a_warp_does_not_read_by_chunks_is_refused(device: torch.device) -> None:
-    for tile in (Int4GemvTile(16, 2, 4, 4), Int4GemvTile(8, 1, 4, 4), Int4GemvTile(8, 2, 2, 4)):
-        with pytest.raises(ValueError, match="matrix units"):
-            int4_gemv(
-                torch.zeros(1, 128, dtype=torch.float16, device=device),
-                torch.zeros(1, 16, 32, dtype=torch.int16, device=device),
-                torch.zeros(1, 16, dtype=torch.int32, device=device), 128, None, tile,
-            )  # fmt: skip
+def test_it_is_asked_whether_it_multiplies_right(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where threads have other words it does not."""
+    multiplies_right.cache_clear()
+    assert multiplies_right(device)
+    right = module.int4_gemv
+    for wrong in (lambda out: out.flip(1), lambda out: out + (out == out.max())):
+        multiplies_right.cache_clear()
+        monkeypatch.setattr(module, "int4_gemv", lambda *given, wrong=wrong: wrong(right(*given)))
+        assert not multiplies_right(device)
+    multiplies_right.cache_clear()
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_layer_uses_it_for_one_row_where_it_is_right(
+    device: torch.device, num_rows: int, is_right: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    used: list[int] = []
+
+    def counted(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        used.append(len(x))
+        return int4_gemv(x, *given)
+
+    monkeypatch.setattr(int4_card_linear, "int4_gemv", counted)
+    monkeypatch.setattr(int4_card_linear, "multiplies_right", lambda device: is_right)
+    torch.manual_seed(7)
+    values = torch.randint(0, 16, (64, 256), dtype=torch.uint8).to(device)
+    scales, zeros = torch.rand(64, 2).add(0.5).half().to(device), torch.randint(0, 16, (64, 2), dtype=torch.uint8)
+    weights = PackedWeights(pack_int4(values), scales, 128, zeros.to(device))
+    scheme = Scheme(WeightKind.INT4, Granularity.GROUP, Activations.NONE, Dialect.AWQ, 128, is_symmetric=False)
+    layer = int4_card_linear.Int4CardLinear(weights, None, scheme)
+    events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
+    assert events == ([] if is_right else ["int4_gemv_refused"])
+    x = torch.randn(num_rows, 256).half()
+    expected = x.double() @ dequantised(weights, x.dtype).double().cpu().T
+    assert relative_error(layer(x.to(device)), expected) < TOLERANCE[torch.float16]
+    assert used == ([1] if is_right and num_rows == 1 else [])

@@ -36,13 +36,11 @@ def test_equals_the_product(
     assert given[1] is not None
     arrived = torch.zeros(-(-num_out // 64), dtype=torch.int32, device=device)
     outs = [
-        skinny_product(given[0], given[1], given[2], ProductTile(64, 64, 4, 3, num_parts, holds_first), arrived)
-        for holds_first in (False, False, True)
+        skinny_product(given[0], given[1], given[2], ProductTile(64, 64, 4, 3, num_parts), arrived) for _ in range(2)
     ]
     assert outs[0].shape == (num_rows, num_out)
     assert relative_error(outs[0], expected) < TOLERANCE[dtype]
     assert torch.equal(outs[0], outs[1])
-    assert relative_error(outs[2], expected) < TOLERANCE[dtype]
     assert not arrived.any()
 
 
