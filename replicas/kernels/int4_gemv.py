@@ -243,7 +243,10 @@ def int4_gemv(
 @cache
 def multiplies_right(device: torch.device) -> bool:
     """Whether `int4_gemv` does on this device, whose compiler may give threads other words: random whole numbers,
-    whose sums are exact. Blocks for seconds, the first time."""
+    whose sums are exact. Not before compute capability 8.0, which has its instruction. Blocks for seconds, the first
+    time."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        return False
     generator = torch.Generator().manual_seed(1)
     values = torch.randint(0, 16, (32, 1024), generator=generator, dtype=torch.uint8)
     x = torch.randint(-1, 2, (1, 1024), generator=generator).half()

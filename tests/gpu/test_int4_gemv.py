@@ -119,6 +119,14 @@ def test_it_is_asked_whether_it_multiplies_right(device: torch.device, monkeypat
     multiplies_right.cache_clear()
 
 
+def test_where_there_is_no_such_instruction_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplies_right.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(module, "int4_gemv", lambda *given: pytest.fail("tried"))
+    assert not multiplies_right(torch.device("cuda", 0))
+    multiplies_right.cache_clear()
+
+
 @pytest.mark.parametrize("is_right", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_a_layer_uses_it_for_one_row_where_it_is_right(
