@@ -15,15 +15,15 @@ case $1 in
     one-card)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
         tests='tests/gpu/test_scaled_gemv.py tests/gpu/test_int4_gemv.py tests/gpu/test_rounded_layer.py'
-        pieces='steps-fp8-kv,steps-70b,colocated-saturated' # 80 + 110 + 110 s
-        on_cards 560 \
-            "0 200 python3 -m pytest -q -rA $tests" \
-            "0 330 $campaign --only $pieces --state /tmp/0.jsonl --out \$OUT/0"
+        pieces='few-warps,steps-fp8-kv,steps-70b,colocated-saturated' # 70 + 80 + 110 + 110 s
+        on_cards 570 \
+            "0 170 python3 -m pytest -q -rA $tests" \
+            "0 390 $campaign --only $pieces --state /tmp/0.jsonl --out \$OUT/0"
         ;;
     one-card-vllm)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site vllm
-        pieces='vllm-fp8-kv,vllm-fp8,steps-fp8' # 125 + 120 + 80 s
-        on_cards 360 "0 360 $campaign --only $pieces --vllm-site /tmp/vllm-site --state /tmp/1.jsonl --out \$OUT/1"
+        pieces='vllm-fp8,steps-fp8,vllm-fp8-kv,vllm-awq,steps-int4' # 3 x 125 + 2 x 80 s
+        on_cards 560 "0 560 $campaign --only $pieces --vllm-site /tmp/vllm-site --state /tmp/1.jsonl --out \$OUT/1"
         ;;
     pairs)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.offline_workload import FEWEST_STEPS, OfflineEngine, OfflineRun, Prompts, measure, steady_window_ms
+from benchmarks.gpu.random_bits import fill_few_bits
 
 if TYPE_CHECKING:
     from benchmarks.gpu.bare_engine import FewBits
@@ -57,6 +58,14 @@ class VllmEngine:
         if num_tokens != sum(max_tokens):
             raise RuntimeError(f"{num_tokens} tokens instead of {sum(max_tokens)}")
         return OfflineRun(duration_s, num_tokens, self._steady_ms(max_tokens))
+
+    def fill_few_bits(self) -> int:
+        """As `random_bits.fill_few_bits`, where its model is; $VLLM_ALLOW_INSECURE_SERIALIZATION is to be 1 from before
+        its start. Blocks. Raises RuntimeError if there was nothing to fill."""
+        num_bytes = sum(self._llm.apply_model(fill_few_bits))
+        if not num_bytes:
+            raise RuntimeError("vLLM's model has no weights of few bits")
+        return num_bytes
 
     def close(self) -> None:
         """Its engine ends with this process."""
