@@ -52,7 +52,7 @@ def _assembly(kind: str) -> str:
 
 
 _AS_BFLOAT16, _AS_FLOAT16 = tl.constexpr(_assembly("bf16")), tl.constexpr(_assembly("f16"))
-_REGISTERS = tl.constexpr(",".join(["=f"] * 16 + ["r"] * 12 + ["f"] * 16))
+_REGISTERS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 12 + ["f"] * 16))
 
 
 class Int4GemvTile(NamedTuple):
