@@ -16,10 +16,12 @@ from replicas.kernels.int4_words import group_factors, words_of
 from replicas.layers.packed_weights import PackedWeights, dequantised, pack_int4
 from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
 from tests.gpu.paged_case import TOLERANCE, relative_error
+from tests.gpu.test_quantised_products import int4_case
 
 pytestmark = pytest.mark.interpreted
 
 DTYPES = [torch.float16, torch.bfloat16]
+SCHEME = Scheme(WeightKind.INT4, Granularity.GROUP, Activations.NONE, Dialect.AWQ, 128, is_symmetric=False)
 TILES = [Int4GemvTile(2, 4, 1), Int4GemvTile(4, 2, 2), Int4GemvTile(8, 2, 1), Int4GemvTile(2, 1, 8)]
 
 
@@ -34,21 +36,11 @@ def test_the_product_is_that_of_the_matrix_unpacked(
     tile: Int4GemvTile | None,
 ) -> None:  # fmt: skip
     """Whole tiles and others, one step and more."""
-    torch.manual_seed(5)
-    values = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
-    scales = (torch.rand(num_out, num_in // group_size) + 0.5).half()
-    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
-    weights = PackedWeights(pack_int4(values), scales, group_size, zeros)
-    x = torch.randn(1, num_in).to(dtype)
-    bias = torch.randn(num_out).to(dtype) if has_bias else None
-    expected = x.double() @ dequantised(weights, dtype).double().T + (bias.double() if bias is not None else 0.0)
-    out = int4_gemv(
-        x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size,
-        None if bias is None else bias.to(device), tile,
-    )  # fmt: skip
+    case = int4_case(1, num_out, num_in, group_size, dtype, has_bias)
+    out = int4_gemv(case.x.to(device), *case.weights_on(device), group_size, case.bias_on(device), tile)
     assert out.shape == (1, num_out)
     assert out.dtype is dtype
-    assert relative_error(out, expected) < TOLERANCE[dtype]
+    assert relative_error(out, case.expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -119,6 +111,18 @@ def test_it_is_asked_whether_it_multiplies_right(device: torch.device, monkeypat
     multiplies_right.cache_clear()
 
 
+def test_it_is_asked_when_a_layer_is_made_and_not_in_a_step(device: torch.device) -> None:
+    """A step may be on its way into a graph, in which nothing can be read back."""
+    multiplies_right.cache_clear()
+    case = int4_case(1, 64, 256, 128, torch.float16, has_bias=False)
+    weights = PackedWeights(pack_int4(case.values).to(device), case.scales.to(device), 128, case.zeros.to(device))
+    layer = int4_card_linear.Int4CardLinear(weights, None, SCHEME)
+    assert multiplies_right.cache_info().misses == 1
+    layer(case.x.to(device))
+    found = multiplies_right.cache_info()
+    assert (found.misses, found.hits) == (1, 1)
+
+
 def test_where_there_is_no_such_instruction_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     multiplies_right.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -145,8 +149,7 @@ def test_a_layer_uses_it_for_one_row_where_it_is_right(
     values = torch.randint(0, 16, (64, 256), dtype=torch.uint8).to(device)
     scales, zeros = torch.rand(64, 2).add(0.5).half().to(device), torch.randint(0, 16, (64, 2), dtype=torch.uint8)
     weights = PackedWeights(pack_int4(values), scales, 128, zeros.to(device))
-    scheme = Scheme(WeightKind.INT4, Granularity.GROUP, Activations.NONE, Dialect.AWQ, 128, is_symmetric=False)
-    layer = int4_card_linear.Int4CardLinear(weights, None, scheme)
+    layer = int4_card_linear.Int4CardLinear(weights, None, SCHEME)
     events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
     assert events == ([] if is_right else ["int4_gemv_refused"])
     x = torch.randn(num_rows, 256).half()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -23,6 +25,38 @@ DTYPES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 
 def arrived_of(num_out: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(-(-num_out // 64), dtype=torch.int32, device=device)
+
+
+class Int4Case(NamedTuple):
+    """A product of weights of 4 bits, random, on a CPU; expected: by the definition, in float64."""
+
+    x: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    bias: torch.Tensor | None
+    expected: torch.Tensor
+
+    def weights_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """As kernels have them: words, factors."""
+        return words_of(self.values).to(device), group_factors(self.scales, self.zeros).to(device)
+
+    def bias_on(self, device: torch.device) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.to(device)
+
+
+def int4_case(
+    num_rows: int, num_out: int, num_in: int, group_size: int, dtype: torch.dtype, has_bias: bool
+) -> Int4Case:  # fmt: skip
+    torch.manual_seed(3)
+    values = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
+    scales = (torch.rand(num_out, num_in // group_size) + 0.5).half()
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
+    weights = PackedWeights(pack_int4(values), scales, group_size, zeros)
+    x = torch.randn(num_rows, num_in).to(dtype)
+    bias = torch.randn(num_out).to(dtype) if has_bias else None
+    expected = x.double() @ dequantised(weights, dtype).double().T + (bias.double() if bias is not None else 0.0)
+    return Int4Case(x, values, scales, zeros, bias, expected)
 
 
 @pytest.mark.parametrize("kind", [FP8, torch.int8])
@@ -124,23 +158,16 @@ def test_products_of_4_bits(
     device: torch.device, has_bias: bool, dtype: torch.dtype, num_rows: int, num_out: int, num_in: int,
     group_size: int, num_parts: int,
 ) -> None:  # fmt: skip
-    torch.manual_seed(3)
-    values = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
-    scales = (torch.rand(num_out, num_in // group_size) + 0.5).half()
-    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
-    weights = PackedWeights(pack_int4(values), scales, group_size, zeros)
-    x = torch.randn(num_rows, num_in).to(dtype)
-    bias = torch.randn(num_out).to(dtype) if has_bias else None
-    expected = x.double() @ dequantised(weights, dtype).double().T + (bias.double() if bias is not None else 0.0)
+    case = int4_case(num_rows, num_out, num_in, group_size, dtype, has_bias)
     arrived = arrived_of(num_out, device)
     outs = [
         int4_product(
-            x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size,
-            None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
+            case.x.to(device), *case.weights_on(device), group_size, case.bias_on(device),
+            ProductTile(64, 128, 4, 3, num_parts), arrived,
         )
         for _ in range(2)
     ]  # fmt: skip
-    assert relative_error(outs[0], expected) < TOLERANCE[dtype]
+    assert relative_error(outs[0], case.expected) < TOLERANCE[dtype]
     assert torch.equal(outs[0], outs[1])
     assert not arrived.any()
 

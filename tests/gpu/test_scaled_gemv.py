@@ -48,7 +48,7 @@ def test_products_of_one_row(
 
 
 @pytest.mark.parametrize("tile", TILES[:3])
-def test_each_weight_meets_its_input(device: torch.device, tile: GemvTile | None) -> None:
+def test_each_weight_meets_its_input(device: torch.device, tile: GemvTile) -> None:
     """One that is not zero at a time, inputs and scales that neighbours do not have; sums are exact."""
     num_in = 1024
     x = (torch.arange(num_in) % 15 + 1.0).to(FP8)[None]
