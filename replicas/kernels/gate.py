@@ -18,6 +18,15 @@ def gated(gate, up, IS_COMPILED: tl.constexpr):
 
 
 @triton.jit
+def gate_of_pairs(product, kind: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, IS_COMPILED: tl.constexpr):
+    """product: float32 [2 * COUNT, ROWS], each gate's outputs with their up's behind them -> [COUNT, ROWS] of this
+    type, to which the product is rounded first."""
+    product = product.to(kind).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(product, [COUNT, 2, ROWS]), [0, 2, 1]))
+    return gated(gate, up, IS_COMPILED).to(kind)
+
+
+@triton.jit
 def _own(instruction: tl.constexpr, number):
     return tl.inline_asm_elementwise(instruction, "=f,f", [number], dtype=tl.float32, is_pure=True, pack=1)
 
