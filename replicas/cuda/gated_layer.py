@@ -10,10 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from replicas.cuda.int4_card_linear import Int4CardLinear
 from replicas.cuda.known_layer import KnownLayer, linears_of
 from replicas.cuda.skinny_linear import SkinnyLinear
+from replicas.layers.further_products import FurtherProduct
 
 
 class GatedLayer(KnownLayer):
@@ -24,12 +27,34 @@ class GatedLayer(KnownLayer):
     ) -> torch.Tensor:
         """As RoundedLayer's."""
         module: Any = self
-        mlp = module.mlp
         attended, _ = module.self_attn(module.input_layernorm(hidden_states), position_embeddings, paged=paged)
         hidden = hidden_states + attended
-        gates = mlp.gate_proj.joined.linear.gated(module.post_attention_layernorm(hidden))
-        out: torch.Tensor = mlp.down_proj.added(gates, hidden)
-        return out
+        gates = self._gate_up.gated(module.post_attention_layernorm(hidden))
+        return self._down.added(gates, hidden)
+
+    def further_products(self) -> tuple[FurtherProduct, FurtherProduct]:
+        gate_up, down = self._gate_up, self._down
+        return (
+            FurtherProduct("gate", gate_up, lambda x, onto: gate_up.gated(x), lambda product, onto: _gate_of(product)),
+            FurtherProduct("sum", down, down.added, torch.add),
+        )
+
+    @property
+    def _gate_up(self) -> SkinnyLinear | Int4CardLinear:
+        mlp: Any = self.mlp
+        linear: SkinnyLinear | Int4CardLinear = mlp.gate_proj.joined.linear
+        return linear
+
+    @property
+    def _down(self) -> SkinnyLinear | Int4CardLinear:
+        mlp: Any = self.mlp
+        linear: SkinnyLinear | Int4CardLinear = mlp.down_proj
+        return linear
+
+
+def _gate_of(product: torch.Tensor) -> torch.Tensor:
+    gate, up = product.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def gated_layer(module: nn.Module) -> GatedLayer | None:
@@ -42,4 +67,4 @@ def gated_layer(module: nn.Module) -> GatedLayer | None:
 
 
 def _is_gating(linear: nn.Module | None) -> bool:
-    return isinstance(linear, SkinnyLinear) and linear.bias is None
+    return isinstance(linear, SkinnyLinear | Int4CardLinear) and linear.bias is None

