@@ -99,10 +99,13 @@ def _compared(
     name: str, layer: QuantisedLinear, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor],
     wanted: torch.Tensor,
 ) -> Iterator[ComparedLayer]:  # fmt: skip
-    """compute: of some of the last rows of x, what those of wanted are."""
+    """compute: of some of the last rows of x, what those of wanted are. What x's type has no number for is the largest
+    one to both."""
+    largest = torch.finfo(x.dtype).max
+    wanted = wanted.clamp(-largest, largest)
     for num_rows in _NUM_ROWS:
         rows = slice(len(x) - num_rows, None)
-        differences = (compute(x[rows]).float() - wanted[rows]).abs()
+        differences = (compute(x[rows]).float().clamp(-largest, largest) - wanted[rows]).abs()
         size = wanted[rows].square().mean().sqrt().clamp(min=1e-30)
         most = wanted[rows].abs().amax(1).clamp(min=1e-30)
         yield ComparedLayer(

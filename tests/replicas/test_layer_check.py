@@ -121,6 +121,25 @@ def test_what_a_layer_makes_of_anothers_product_is_compared_too(
     assert len(compared) == 4 * (len(names) + 1)
 
 
+class Large(Maker):
+    """Makes numbers that float16 does not have, as gates of unusual inputs are."""
+
+    def further_products(self) -> list[FurtherProduct]:
+        def large(product: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+            return product.float() * 1e6
+
+        return [FurtherProduct("large", self.linear, lambda x, onto: large(self.linear(x), onto).half(), large)]
+
+
+def test_numbers_beyond_the_type_are_not_wrong(load: Callable[..., LoadedModel]) -> None:
+    loaded = load("int4", "float16")
+    names = on_a_device(loaded, {})
+    loaded.model.add_module("maker", Large(loaded.model.get_submodule(names[-1]), False))
+    compared = [one for one in compare_layers(loaded.model, loaded.dtype) if one.name.startswith(names[-1])]
+    assert len(compared) == 8
+    assert all(one.is_right for one in compared)
+
+
 def test_a_refusal_for_logits_tells_whether_a_quantised_layer_is_at_fault(load: Callable[..., LoadedModel]) -> None:
     loaded = load("fp8")
     runner = ModelRunner(loaded, KvPool(loaded.kv_layout(8), 32, CPU), num_slots=3, max_model_len=128)
