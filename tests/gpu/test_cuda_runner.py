@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_rows
 from replicas.engine.step_isolation import run_isolated
 from replicas.kv.kv_pool import KvPool
+from replicas.model.layer_check import check_layers
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.self_check import self_check
 from replicas.model_support import UnsupportedModel
@@ -36,6 +37,7 @@ from replicas.cuda import graph_shapes
 from replicas.cuda import graphs as cuda_graphs
 from replicas.cuda import runner as cuda_runner
 from replicas.cuda import step as cuda_step
+from replicas.cuda.gated_layer import GatedLayer
 from replicas.cuda.int4_card_linear import Int4CardLinear
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.cuda.rotated_attention import RotatedAttention
@@ -156,6 +158,9 @@ def test_the_self_check_of_quantised_layers_holds(device: torch.device, tmp_path
     made = Int4CardLinear if kind == "int4" else QuantisedCardLinear
     layers = [module for module in runner._model.modules() if isinstance(module, made)]
     assert len(layers) == 4 * CONFIG["num_hidden_layers"]
+    gated = [module for module in runner._model.modules() if isinstance(module, GatedLayer)]
+    assert len(gated) == (CONFIG["num_hidden_layers"] if kind == "int4" else 0)
+    check_layers(loaded.model, loaded.dtype)
     self_check(runner, loaded)
     assert runner.warm_up()
     self_check(runner, loaded)
@@ -166,7 +171,8 @@ def test_the_self_check_of_quantised_layers_holds(device: torch.device, tmp_path
 def test_every_way_is_as_exact_as_transformers(device: torch.device, tmp_path: Path, model: str) -> None:
     runner = make_ready_runner(tmp_path, device, model)
     rotated = [m for m in runner._model.modules() if isinstance(m, RotatedAttention)]
-    assert len(rotated) == (0 if model.startswith("Olmo") else CONFIG["num_hidden_layers"])
+    gated = [m for m in runner._model.modules() if isinstance(m, GatedLayer)]
+    assert len(rotated) == len(gated) == (0 if model.startswith("Olmo") else CONFIG["num_hidden_layers"])
     cases = make_cases(LENGTHS, CONFIG["vocab_size"])
     seen = SeenLogits(runner, cases)
     with seen.watch():
