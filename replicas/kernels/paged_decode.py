@@ -1,11 +1,11 @@
 """Decode attention over the paged pool: one or a few queries per sequence, its context cut into pieces of like length.
 
 The algorithm is flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): each program attends
-over one piece of one sequence's keys and keeps a running softmax (Milakov and Gimelshein, 2018); a second kernel weighs
-the pieces by their log-sum-exp (`piece_weighing`). How long a piece may be follows from all contexts of the step, so
-that neither one long context nor a last wave of programs holds up the rest (the aim of Sanovar et al., "Lean
-Attention", 2024). The heads that share a KV head are the rows of one matrix product, so K and V are read once. The
-program of a row's last piece writes its new k and v first: no kernel of its own for that.
+over one piece of one sequence's keys and keeps a running softmax (Milakov and Gimelshein, 2018); who is the last of a
+row to end weighs all of them by their log-sum-exp (`piece_weighing`). How long a piece may be follows from all contexts
+of the step, so that neither one long context nor a last wave of programs holds up the rest (the aim of Sanovar et al.,
+"Lean Attention", 2024). The heads that share a KV head are the rows of one matrix product, so K and V are read once.
+The program of a row's last piece writes its new k and v first: no kernel of its own for that.
 
 A sequence's queries (its last token, and drafts behind it) are more rows of that product, which has room for them: a
 product has 16 rows at least, and a KV head 4 or 8 heads. Pieces are those of the first query alone, the last one with
@@ -23,7 +23,7 @@ import triton.language as tl
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_attention import attend_keys
-from replicas.kernels.piece_weighing import weigh_pieces
+from replicas.kernels.piece_weighing import weigh_if_last, weigh_queries
 from replicas.kernels.pool_numbers import is_compiled
 from replicas.stored_numbers import FP8
 
@@ -48,13 +48,14 @@ class RowQueries(NamedTuple):
 def _attend_piece(
     query, key, value, kv, words, out, partial, lse, table, slots, positions, shares, scale_log2, query_stride_token,
     query_stride_head, key_stride_token, key_stride_head, value_stride_token, value_stride_head, kv_stride_block,
-    word_stride_block, table_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr,
-    QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, IS_EARLY: tl.constexpr,
+    word_stride_block, table_stride, num_numbers,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    QUERIES_AT_ONCE: tl.constexpr, QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """IS_PAIRED: numbers of the pool are read two in a word, the even dimensions apart from the odd ones."""
+    """IS_PAIRED: numbers of the pool are read two in a word, the even dimensions apart from the odd ones. num_numbers:
+    of shares."""
     wait_for_earlier(IS_EARLY)
     piece, head, first_query = _place_of_program(NUM_KV_HEADS, QUERIES, QUERIES_AT_ONCE)
     row, start, end, first_token, count = _piece_span(shares, piece, first_query, QUERIES, ROWS_AT, BLOCK_N)
@@ -65,6 +66,7 @@ def _attend_piece(
         dims = tl.arange(0, DIM_PADDED)
         is_dim = dims < HEAD_DIM
         row_table = table + slot * table_stride
+        first_piece, end_piece = tl.load(shares + row * 4 + 3), tl.load(shares + row * 4 + 7)
         if is_last:
             end = _write_new(
                 key, value, kv, row_table, position, first_token, first_query, count, end, head, dims, is_dim,
@@ -85,6 +87,11 @@ def _attend_piece(
             out, partial, lse, result, largest, total, piece, query_of, token_of, heads, is_member, dims, is_dim,
             start, is_last, QUERIES, NUM_KV_HEADS * GROUP, HEAD_DIM,
         )  # fmt: skip
+        if QUERIES == 1:
+            weigh_if_last(
+                out, partial, lse, shares, num_numbers, row, head, first_piece, end_piece, dims, is_dim, NUM_KV_HEADS,
+                GROUP, GROUP_PADDED, HEAD_DIM,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -222,7 +229,7 @@ def paged_decode(
     num_warps, num_stages: of a program, for measurements; None: as many as are the fastest.
     Mutates kv and out. Does not block.
     """
-    num_rows, num_heads, head_dim = query.shape
+    num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv.shape[3], kv.shape[2]
     num_queries = rows.most if rows else 1
     sizes = query_sizes(num_heads // num_kv_heads, num_queries)
@@ -244,12 +251,12 @@ def paged_decode(
     _attend_piece[(num_pieces * num_parts * num_kv_heads,)](
         query, key, value, kv, words, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0),
-        words.stride(0), table.stride(0), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len,
-        PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired, num_warps=num_warps,
-        num_stages=num_stages, **sizes, **constants,
+        words.stride(0), table.stride(0), shares.numel(), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size,
+        BLOCK_N=tile_len, PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired,
+        num_warps=num_warps, num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
-    num_weighed = rows.num_rows * num_queries if rows else num_rows
-    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants)
+    if rows and num_queries > 1:
+        weigh_queries(out, partial, lse, shares, rows.num_rows, num_queries, constants)
 
 
 def query_sizes(group: int, num_queries: int) -> dict[str, int]:
@@ -261,6 +268,7 @@ def query_sizes(group: int, num_queries: int) -> dict[str, int]:
     at_once = triton.cdiv(num_queries, triton.cdiv(num_queries, most))
     return {
         "GROUP": group,
+        "GROUP_PADDED": triton.next_power_of_2(group),
         "QUERIES": num_queries,
         "QUERIES_AT_ONCE": at_once,
         "QUERIES_PADDED": triton.next_power_of_2(num_queries),
