@@ -26,7 +26,7 @@ from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_attention import attend_keys
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.pool_numbers import is_compiled
-from replicas.kernels.rotary_heads import HeadRotation, refuse_partial
+from replicas.kernels.rotary_heads import HEADS_AT_ONCE, HeadRotation, refuse_partial
 from replicas.kernels.row_rotation import rotate_row
 from replicas.stored_numbers import FP8
 
@@ -292,5 +292,5 @@ def query_sizes(group: int, num_queries: int) -> dict[str, int]:
 
 
 def room_to_rotate(group: int) -> bool:
-    """Whether a product has a row beside those of group heads, where a row's new key is rotated."""
-    return group < query_sizes(group, 1)["MEMBERS_PADDED"]
+    """Whether the product of so many heads has a row more, where the new key is rotated. group: heads of a KV head."""
+    return group < HEADS_AT_ONCE == query_sizes(group, 1)["MEMBERS_PADDED"]

@@ -5,8 +5,8 @@ Rotary embedding: Su et al., "RoFormer", 2021, in the halves that transformers' 
 
 A key is written by the one kernel in steps of rows only, by the other beside prompts, and is the same. So nothing is
 left to the compiler that it might do here so and there otherwise: where a product and a sum are rounded once, it is
-written, and squares are made by an instruction that no addition can be drawn into. Heads are at least 16 in both, side
-by side as their threads are, so that the norm's sum has one order.
+written, and squares are made by an instruction that no addition can be drawn into. The order of a norm's sum is that
+in which the compiler lays heads among threads: it lays as many heads of one size alike.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+HEADS_AT_ONCE = 16
 
 
 class HeadNorms(NamedTuple):
@@ -59,27 +61,23 @@ def rotated_heads(
 ):  # fmt: skip
     """-> a token's heads as they are given, and rotated: both [heads, dims], of the given type. Computes in float32.
 
-    rows: pointers to the heads, [heads, 1]; mask: [heads, dims], of what there is; cos, sin: pointers to the token's;
-    is_query: [heads], which have the norm of queries, others that of keys.
+    rows: pointers to HEADS_AT_ONCE heads, [heads, 1]; mask: [heads, dims], of what there is; cos, sin: pointers to the
+    token's; is_query: [heads], which have the norm of queries, others that of keys.
     """
     half: tl.constexpr = HEAD_DIM // 2
-    is_dim = dims < HEAD_DIM
-    partners = tl.where(dims < half, dims + half, dims - half)
-    given = tl.load(rows + dims[None, :], mask=mask, other=0.0)
-    x, partner = given.to(tl.float32), tl.load(rows + partners[None, :], mask=mask, other=0.0).to(tl.float32)
+    is_first = (dims < half)[None, :]
+    # What is the same for all heads is read for each: spread among threads, each would be waited for before the next.
+    own = tl.broadcast_to(dims[None, :], mask.shape)
+    partners = tl.broadcast_to(tl.where(dims < half, dims + half, dims - half)[None, :], mask.shape)
+    given = tl.load(rows + own, mask=mask, other=0.0)
+    x, partner = given.to(tl.float32), tl.load(rows + partners, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + own, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + own, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORMS:
+        weights = tl.where(is_query[:, None], query_weight, key_weight)
+        weight = tl.load(weights + own, mask=mask, other=0.0).to(tl.float32)
+        partner_weight = tl.load(weights + partners, mask=mask, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(tl.fma(x, x, 0.0), 1) / HEAD_DIM + epsilon)[:, None]
-        x *= scale * _weights(query_weight, key_weight, dims, is_dim, is_query)
-        partner *= scale * _weights(query_weight, key_weight, partners, is_dim, is_query)
-    c = tl.load(cos + dims, mask=is_dim, other=0.0).to(tl.float32)
-    s = tl.load(sin + dims, mask=is_dim, other=0.0).to(tl.float32)
-    across = partner * tl.where(dims < half, -s, s)[None, :]
-    return given, tl.fma(x, c[None, :], across).to(given.dtype)
-
-
-@triton.jit
-def _weights(query_weight, key_weight, dims, is_dim, is_query):
-    """[heads, dims] float32."""
-    of_query = tl.load(query_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
-    of_key = tl.load(key_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
-    return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
+        x *= scale * weight
+        partner *= scale * partner_weight
+    return given, tl.fma(x, c, partner * tl.where(is_first, -s, s)).to(given.dtype)

@@ -12,10 +12,8 @@ import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import rounded_to_fp8, token_place
-from replicas.kernels.rotary_heads import HeadNorms, HeadRotation, refuse_partial, rotated_heads
+from replicas.kernels.rotary_heads import HEADS_AT_ONCE, HeadNorms, HeadRotation, refuse_partial, rotated_heads
 from replicas.stored_numbers import FP8
-
-_HEADS_AT_ONCE = 16
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -98,11 +96,11 @@ def rotate_into_pool(
     else:
         value = projected[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (num_kv_heads, head_dim))
     is_early = launches_early(projected.device)
-    _rotate[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_AT_ONCE))](
+    _rotate[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
         projected, *HeadRotation(cos, sin, norms, scales).arguments(), query, key, value, kv, table, slots, positions,
         num_rows, projected.stride(0), kv.stride(0), table.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim, DIM_PADDED=triton.next_power_of_2(head_dim), HEADS_AT_ONCE=_HEADS_AT_ONCE,
+        HEAD_DIM=head_dim, DIM_PADDED=triton.next_power_of_2(head_dim), HEADS_AT_ONCE=HEADS_AT_ONCE,
         BLOCK_SIZE=block_size, HAS_NORMS=norms is not None, COPIES_VALUE=copies_value or rounds,
         ROUNDS=rounds, num_warps=4, IS_EARLY=is_early, launch_pdl=is_early,
     )  # fmt: skip
