@@ -24,6 +24,7 @@ pytestmark = pytest.mark.interpreted
 # The interpreter multiplies bfloat16 as the integers it keeps them in.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 LENGTHS = [1, 17, 0, 140, 64]  # 0: a padding row; 140: several pieces
+REAL = torch.tensor([n > 0 for n in LENGTHS])
 SCALES = (0.37, 2.5)
 
 
@@ -68,8 +69,8 @@ def rows_of(
     case = paged_case(lengths, num_kv_heads, head_dim, dtype, device, [*(max(n - 1, 0) for n in LENGTHS), start])
     scales = SCALES if is_fp8 else (1.0, 1.0)
     if is_fp8:
-        stored = torch.stack([as_stored(case.kv[:, kind], FP8, scales[kind]) for kind in (0, 1)], 1)
-        case = replace(case, kv=stored)
+        stored = torch.stack([as_bits(as_stored(case.kv[:, kind], FP8, scales[kind])) for kind in (0, 1)], 1)
+        case = replace(case, kv=stored.view(FP8))
     generator = torch.Generator().manual_seed(head_dim + num_heads)
     num_rows = len(LENGTHS)
     num_tokens = num_rows + length
@@ -108,9 +109,6 @@ def kernels_in_front(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(rotated_attention, "rotate_into_pool", counted)
     return calls
-
-
-REAL = torch.tensor([n > 0 for n in LENGTHS])
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -164,7 +162,7 @@ def test_rows_attend_as_by_definition(
             of_row = as_stored(new[row].to(dtype), kv.dtype, scales[kind]).float()
             assert relative_error(stored[-1, kind], of_row.double()) < TOLERANCE[dtype]
         keys, values = (stored[:, kind] * scales[kind] for kind in (0, 1))
-        exact = attention(new_query[row : row + 1], keys, values, length - 1, rows.scale)
+        exact = attention(new_query[row : row + 1].to(dtype), keys, values, length - 1, rows.scale)
         assert relative_error(out[row : row + 1], exact) < TOLERANCE[dtype], length
 
 
