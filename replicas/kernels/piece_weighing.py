@@ -1,4 +1,4 @@
-"""What pieces of a row's context have given, weighed by their log-sum-exp: what `paged_decode` ends with.
+"""What pieces of a row's context give, stored, and weighed by their log-sum-exp: what `paged_decode` ends with.
 
 With one query a row it is done by the last program of a row's pieces to have ended: a kernel of its own would take as
 long again as two of its loads. Several queries would wait for each other there; they have that kernel.
@@ -18,6 +18,24 @@ from replicas.kernels.work_sharing import count_places
 
 _WEIGHING_ROWS = 64
 _AT_ONCE = tl.constexpr(10)  # pieces whose results are read together: no more registers than attention takes
+
+
+@triton.jit
+def store_piece(
+    out, partial, lse, result, largest, total, piece, query_of, token_of, heads, is_member, dims, is_dim, start,
+    is_last,
+    QUERIES: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """What came of the only piece of a row is its output; of one of several, a part of it with its log-sum-exp."""
+    result = result / total[:, None]
+    is_out = is_member[:, None] & is_dim[None, :]
+    if (start == 0) & is_last:
+        places_out = (token_of * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
+        tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_out)
+    else:
+        index = (piece * QUERIES + query_of) * NUM_HEADS + heads
+        tl.store(lse + index, largest + tl.log2(total), mask=is_member)
+        tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out)
 
 
 @triton.jit
