@@ -67,7 +67,19 @@ def _fp8_of_512_inputs() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _rotated_apart() -> Iterator[None]:
+    """By a kernel of its own, as beside prompts."""
+    from replicas.cuda import rotated_attention
+
+    with patch.object(rotated_attention, "rotates_in_attention", lambda launches, num_tokens: False):
+        yield
+
+
 PIECES = {
+    "rotated-apart": Trial(
+        ("none", "fp8", "int4"), {"off": as_shipped, "apart": _rotated_apart, "off again": as_shipped}
+    ),
     "fp8-wide": Trial(("fp8",), {"off": as_shipped, "512 inputs": _fp8_of_512_inputs, "off again": as_shipped}),
 }
 
