@@ -53,8 +53,9 @@ def attend_rotated(
 
 
 def rotates_in_attention(launches: Launches, num_tokens: int) -> bool:
-    """Whether a step's tokens are all single queries of rows, which the kernel that attends rotates by itself. One
-    kernel less of a decode step's short ones; a prompt's keys would be rotated anew for every query."""
+    """Whether all tokens of a step are rows of one query, which the kernel that attends rotates by itself: one less of
+    a decode step's short kernels. What else a step may have is attended by kernels that read keys as they are stored.
+    """
     return launches.num_rows == num_tokens and not launches.num_queries
 
 

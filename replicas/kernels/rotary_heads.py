@@ -5,8 +5,9 @@ Rotary embedding: Su et al., "RoFormer", 2021, in the halves that transformers' 
 
 A key is written by the one kernel in steps of rows only, by the other beside prompts, and is the same. So nothing is
 left to the compiler that it might do here so and there otherwise: where a product and a sum are rounded once, it is
-written, and squares are made by an instruction that no addition can be drawn into. The order of a norm's sum is that
-in which the compiler lays heads among threads: it lays as many heads of one size alike.
+written, and squares are made by an instruction that no addition can be drawn into (left to itself, the compiler would
+round them only with their sum). The order of a norm's sum is that in which the compiler lays heads among threads: it
+lays as many heads of one size alike, for one type of pool.
 """
 
 from __future__ import annotations
