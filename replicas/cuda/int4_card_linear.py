@@ -1,7 +1,7 @@
 """Linear layers of weights of 4 bits on a card: a kernel of ours for few rows, the library's for more; CUDA only.
 
 The same product as that of `QuantisedLinear`, whatever the number of rows: for many all weights are made numbers by a
-kernel of its own, for few they are within the product.
+kernel of its own, for few they are within the product. So are an MLP's gate and the sum behind it (`gated`, `added`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_tiles import int4_tile
+from replicas.kernels.gated_rows import gated_rows
 from replicas.kernels.int4_gemv import int4_gemv, multiplies_right
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.int4_unpack import int4_unpack
@@ -36,13 +37,47 @@ def product_of_int4(
 
     An operator of its own so that a compiled layer is the same for all numbers of rows.
     """
-    num_out, num_in = words.shape[1], x.shape[1]
-    if len(x) == 1 and multiplies_right(x.device):
-        return int4_gemv(x.contiguous(), words, factors, group_size, bias)
     if 0 < len(x) <= MOST_ROWS:
-        tile = int4_tile(len(x), num_out, num_in)
-        return int4_product(x.contiguous(), words, factors, group_size, bias, tile, arrived)
-    return F.linear(x, int4_unpack(words, factors, group_size, num_in, x.dtype), bias)
+        return _of_few_rows(x, words, factors, bias, arrived, group_size)
+    return _of_many_rows(x, words, factors, bias, group_size)
+
+
+def gate_of_int4(
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """As `product_of_int4`, of an MLP's gate and up, [N] of both: silu(gate) * up [R, N / 2]."""
+    if 0 < len(x) <= MOST_ROWS:
+        return _of_few_rows(x, words, factors, bias, arrived, group_size, is_gated=True)
+    return gated_rows(_of_many_rows(x, words, factors, bias, group_size))
+
+
+def sum_of_int4(
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, onto: torch.Tensor,
+    arrived: torch.Tensor, group_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """As `product_of_int4`; the product, rounded to x's type, is added to onto [R, N]."""
+    if 0 < len(x) <= MOST_ROWS:
+        return _of_few_rows(x, words, factors, bias, arrived, group_size, onto=onto.contiguous())
+    return _of_many_rows(x, words, factors, bias, group_size).add_(onto)
+
+
+def _of_few_rows(
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
+    group_size: int, *, onto: torch.Tensor | None = None, is_gated: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """onto, is_gated: as in `gemv`."""
+    rows = x.contiguous()
+    if len(x) == 1 and multiplies_right(x.device):
+        return int4_gemv(rows, words, factors, group_size, bias, onto=onto, is_gated=is_gated)
+    tile = int4_tile(len(x), words.shape[1], x.shape[1])
+    return int4_product(rows, words, factors, group_size, bias, tile, arrived, onto=onto, is_gated=is_gated)
+
+
+def _of_many_rows(
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, group_size: int
+) -> torch.Tensor:
+    return F.linear(x, int4_unpack(words, factors, group_size, x.shape[1], x.dtype), bias)
 
 
 def _shape_of_product(
@@ -52,7 +87,23 @@ def _shape_of_product(
     return x.new_empty(x.shape[0], words.shape[1])
 
 
+def _shape_of_gate(
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], words.shape[1] // 2)
+
+
+def _shape_of_sum(
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, onto: torch.Tensor,
+    arrived: torch.Tensor, group_size: int,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], words.shape[1])
+
+
 _product_of_int4 = operator(product_of_int4, _shape_of_product)
+_gate_of_int4 = operator(gate_of_int4, _shape_of_gate)
+_sum_of_int4 = operator(sum_of_int4, _shape_of_sum)
 
 
 class Int4CardLinear(QuantisedLinear):
@@ -84,6 +135,20 @@ class Int4CardLinear(QuantisedLinear):
         rows = self.as_weights_have_them(x.flatten(0, -2))
         out: torch.Tensor = _product_of_int4(rows, self.values, self.factors, self.bias, self.arrived, self.group_size)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """As SkinnyLinear's."""
+        rows = self.as_weights_have_them(x.flatten(0, -2))
+        out: torch.Tensor = _gate_of_int4(rows, self.values, self.factors, self.bias, self.arrived, self.group_size)
+        return out.view(*x.shape[:-1], self.out_features // 2)
+
+    def added(self, x: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+        """As SkinnyLinear's."""
+        rows = self.as_weights_have_them(x.flatten(0, -2))
+        out: torch.Tensor = _sum_of_int4(
+            rows, self.values, self.factors, self.bias, onto.flatten(0, -2), self.arrived, self.group_size
+        )
+        return out.view(onto.shape)
 
 
 def int4_card_linear(layer: QuantisedLinear) -> Int4CardLinear | None:

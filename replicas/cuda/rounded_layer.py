@@ -13,16 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from replicas.cuda.known_layer import KnownLayer, linears_of
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.kernels.round_normed import round_normed
 from replicas.kernels.round_rows import MOST_AT_ONCE
-from replicas.layers.joined_attention import JoinedAttention
-from replicas.layers.joined_linear import ProjectionPart
-
-# Of transformers: their forward passes are the same to the letter, and those of their norms and MLPs.
-_KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
-_NAMES = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
 def rounded_norm(
@@ -43,13 +38,8 @@ def _shape_of_norm(
 _rounded_norm = operator(rounded_norm, _shape_of_norm)
 
 
-class RoundedLayer(nn.Module):
-    """Stands where a model has a decoder layer that `rounded_layer` knows, with the same parts under the same names."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        for name, part in layer.named_children():
-            self.add_module(name, part)
+class RoundedLayer(KnownLayer):
+    """One that `rounded_layer` knows."""
 
     def forward(
         self, hidden_states: torch.Tensor, *, position_embeddings: Any, paged: Any, **others: Any
@@ -85,38 +75,11 @@ def _normed(
 def rounded_layer(module: nn.Module) -> RoundedLayer | None:
     """With the parts of a decoder layer that is known to the letter, once these are the card's. None for any other, and
     where a hook looks at something that there would be no more."""
-    parts = [getattr(module, name, None) for name in _NAMES]
-    if not _is_of_known(module, "DecoderLayer") or not isinstance(parts[1], JoinedAttention):
+    linears = linears_of(module)
+    if linears is None:
         return None
-    norms, mlp = (parts[0], parts[2]), parts[3]
-    if not all(_is_of_known(norm, "RMSNorm") for norm in norms) or not _is_of_known(mlp, "MLP"):
-        return None
-    if type(getattr(mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
-        return None
-    linears = [_joined(parts[1], "q_proj", "k_proj", "v_proj"), _joined(mlp, "gate_proj", "up_proj"), _down(mlp)]
-    return RoundedLayer(module) if all(map(_takes_rounded_rows, linears)) else None
-
-
-def _is_of_known(module: Any, kind: str) -> bool:
-    made_of = type(module)
-    if made_of.__name__ not in [known + kind for known in _KNOWN]:
-        return False
-    is_watched = bool(module._forward_hooks or module._forward_pre_hooks)
-    return made_of.__module__.startswith("transformers.models.") and not is_watched
-
-
-def _joined(module: Any, *names: str) -> nn.Module | None:
-    """What stands for all of these layers."""
-    parts = [getattr(module, name, None) for name in names]
-    of_one = [part.joined for part in parts if isinstance(part, ProjectionPart)]
-    if len(of_one) < len(parts) or any(joined is not of_one[0] for joined in of_one):
-        return None
-    return of_one[0].linear
-
-
-def _down(mlp: Any) -> nn.Module | None:
-    down: nn.Module | None = getattr(mlp, "down_proj", None)
-    return down
+    made_of = (linears.qkv, linears.gate_up, linears.down)
+    return RoundedLayer(module) if all(map(_takes_rounded_rows, made_of)) else None
 
 
 def _takes_rounded_rows(linear: nn.Module | None) -> bool:

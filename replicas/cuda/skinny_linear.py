@@ -2,7 +2,8 @@
 
 Up to 64 rows the kernels here beat a library's at every layer of Llama-3.1-8B and Qwen3-0.6B, or come level (on an
 H200, behind a norm as in a step). Beyond, arithmetic counts, at which the library is better (on a part of a card by
-ways chosen for it: `part_products`).
+ways chosen for it: `part_products`). What an MLP makes of its products, silu(gate) * up and the sum with what the layer
+was given, is made within them: a kernel of its own for either costs more than its bytes do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.part_products import part_here
+from replicas.kernels.gated_rows import gated_rows
 from replicas.kernels.gemv import gemv
 from replicas.kernels.parts_of_product import NARROWEST, none_arrived
 from replicas.kernels.skinny_product import MOST_ROWS, ProductTile, skinny_product
@@ -54,15 +56,62 @@ def product_of_rows(
     """
     rows = x.reshape(-1, weight.shape[1])
     if not 0 < len(rows) <= MOST_ROWS:
-        part = part_here() if bias is None else None
-        many = part.product(rows, weight) if part is not None else None
-        return F.linear(x, weight, bias) if many is None else many.view(*x.shape[:-1], -1)
+        return _of_many_rows(rows, weight, bias).view(*x.shape[:-1], len(weight))
     out = skinny_product(rows.contiguous(), weight, bias, tile_of(len(rows), *weight.shape), arrived)
     return out.view(*x.shape[:-1], -1)
 
 
+def gate_of_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
+) -> torch.Tensor:
+    """As `product_of_rows`, of an MLP's gate and up, [N] of both: silu(gate) * up [..., N / 2]."""
+    rows = x.reshape(-1, weight.shape[1]).contiguous()
+    if len(rows) == 1:
+        out = gemv(rows, weight, bias, is_gated=True)
+    elif 0 < len(rows) <= MOST_ROWS:
+        out = skinny_product(rows, weight, bias, tile_of(len(rows), *weight.shape), arrived, is_gated=True)
+    else:
+        out = gated_rows(_of_many_rows(rows, weight, bias))
+    return out.view(*x.shape[:-1], len(weight) // 2)
+
+
+def sum_of_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, onto: torch.Tensor, arrived: torch.Tensor
+) -> torch.Tensor:
+    """As `product_of_rows`; the product, rounded to x's type, is added to onto [..., N]."""
+    rows, given = x.reshape(-1, weight.shape[1]).contiguous(), onto.reshape(-1, len(weight)).contiguous()
+    if len(rows) == 1:
+        out = gemv(rows, weight, bias, onto=given)
+    elif 0 < len(rows) <= MOST_ROWS:
+        out = skinny_product(rows, weight, bias, tile_of(len(rows), *weight.shape), arrived, onto=given)
+    else:
+        out = _of_many_rows(rows, weight, bias).add_(given)
+    return out.view(onto.shape)
+
+
+def _of_many_rows(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """rows [R, K] -> [R, N], new memory."""
+    part = part_here() if bias is None else None
+    many = part.product(rows, weight) if part is not None else None
+    return F.linear(rows, weight, bias) if many is None else many
+
+
+def _shape_of_gate(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def _shape_of_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, onto: torch.Tensor, arrived: torch.Tensor
+) -> torch.Tensor:
+    return x.new_empty(onto.shape)
+
+
 _single_row_product = operator(single_row_product, _shape_of_product)
 _product_of_rows = operator(product_of_rows, _shape_of_product)
+_gate_of_rows = operator(gate_of_rows, _shape_of_gate)
+_sum_of_rows = operator(sum_of_rows, _shape_of_sum)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor) -> torch.Tensor:
@@ -83,6 +132,17 @@ class SkinnyLinear(PlainLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias, self.arrived)  # type: ignore[arg-type]
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Of an MLP's gate and up, joined: silu(gate) * up, in float32, of what `forward` gives; rounded once. x
+        [..., in_features] -> [..., out_features / 2]."""
+        out: torch.Tensor = _gate_of_rows(x, self.weight, self.bias, self.arrived)
+        return out
+
+    def added(self, x: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+        """What `forward` gives added to onto [..., out_features]."""
+        out: torch.Tensor = _sum_of_rows(x, self.weight, self.bias, onto, self.arrived)
+        return out
 
 
 def skinny_linear(module: nn.Module) -> SkinnyLinear | None:

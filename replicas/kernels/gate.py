@@ -18,6 +18,18 @@ def gated(gate, up, IS_COMPILED: tl.constexpr):
 
 
 @triton.jit
+def gate_of_product(gate, up, kind: tl.constexpr, IS_COMPILED: tl.constexpr):
+    """`gated` of a product's float32 outputs once they are of this type, as one."""
+    return gated(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), IS_COMPILED).to(kind)
+
+
+@triton.jit
+def halves_of_pairs(product, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """product: [2 * COUNT, ROWS], each gate's outputs with their up's behind them -> both, [COUNT, ROWS]."""
+    return tl.split(tl.permute(tl.reshape(product, [COUNT, 2, ROWS]), [0, 2, 1]))
+
+
+@triton.jit
 def _own(instruction: tl.constexpr, number):
     return tl.inline_asm_elementwise(instruction, "=f,f", [number], dtype=tl.float32, is_pure=True, pack=1)
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
+from replicas.kernels.gate import gate_of_product
 from replicas.kernels.int4_numbers import int4_numbers
 from replicas.kernels.int4_words import CHUNK, QUARTER, group_factors, words_of
 from replicas.kernels.pool_numbers import is_compiled
@@ -77,7 +78,8 @@ def _factors(
 @triton.jit
 def _read(
     weight, factors, first_chunk, first_feature, num_out, NUM_IN: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_GATES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """By each block the words of its pairs of a chunk and an output, int16 [pairs, a quarter], and the factors of their
     quarters: of all, one tensor, where each chunk is within one group, else of each: NUM_GROUPS."""
@@ -87,16 +89,22 @@ def _read(
     starts = (pairs // _OCTET * num_out + features)[:, None] * _QUARTER + of_quarter[None, :]
     places = weight + tl.cast(first_chunk, tl.int64) * num_out * _QUARTER + starts
     read: tl.tuple = ()
-    for _ in tl.static_range(NUM_BLOCKS):
-        is_known = (chunks * _CHUNK < NUM_IN) & (features < num_out)
+    for block in tl.static_range(NUM_BLOCKS):
+        # An up's outputs are known as those of its gate are.
+        end = NUM_GATES * (1 + block % 2) if NUM_GATES > 0 else num_out
+        is_known = (chunks * _CHUNK < NUM_IN) & (features < end)
         words = tl.load(places) if IS_WHOLE else tl.load(places, mask=is_known[:, None], other=0)
         found: tl.tuple = ()
         for group in tl.static_range(NUM_GROUPS):
             first = chunks * _CHUNK + _QUARTER * group
             found += (_factors(factors, first, features, is_known, num_out, NUM_IN, GROUP_SIZE, IS_WHOLE),)
         read += ((words, found),)
-        places += _OCTET * _QUARTER
-        features += _OCTET
+        if NUM_GATES > 0:
+            places += (NUM_GATES if block % 2 == 0 else _OCTET - NUM_GATES) * _QUARTER
+            features += NUM_GATES if block % 2 == 0 else _OCTET - NUM_GATES
+        else:
+            places += _OCTET * _QUARTER
+            features += _OCTET
     return read
 
 
@@ -163,20 +171,22 @@ def _joined(totals, COUNT: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    x, weight, factors, bias, out, num_out, NUM_IN: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_STEPS: tl.constexpr,
-    NUM_HELD: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    x, weight, factors, bias, onto, out, num_out, NUM_IN: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    NUM_STEPS: tl.constexpr, NUM_HELD: tl.constexpr, NUM_GATES: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     """NUM_BLOCKS blocks of outputs, NUM_CHUNKS chunks a step. Steps are written out: between those of a loop the
     compiler moves factors from thread to thread. IS_WHOLE: whether outputs and chunks are of whole programs and steps.
+    NUM_GATES: half of the outputs, where every other block is of the ups of the gates in front of it; else 0.
     """
-    feature = tl.program_id(0) * (_OCTET * NUM_BLOCKS)
+    feature = tl.program_id(0) * (_OCTET * NUM_BLOCKS // (2 if NUM_GATES > 0 else 1))
     held: tl.tuple = ()
     for step in tl.static_range(NUM_HELD):
         held += (
             _read(
                 weight, factors, NUM_CHUNKS * step, feature, num_out, NUM_IN, GROUP_SIZE, NUM_GROUPS, NUM_BLOCKS,
-                NUM_CHUNKS, IS_WHOLE,
+                NUM_CHUNKS, NUM_GATES, IS_WHOLE,
             ),
         )  # fmt: skip
     wait_for_earlier(IS_EARLY)
@@ -188,22 +198,44 @@ def _gemv(
             held += (
                 _read(
                     weight, factors, NUM_CHUNKS * (step + NUM_HELD), feature, num_out, NUM_IN, GROUP_SIZE, NUM_GROUPS,
-                    NUM_BLOCKS, NUM_CHUNKS, IS_WHOLE,
+                    NUM_BLOCKS, NUM_CHUNKS, NUM_GATES, IS_WHOLE,
                 ),
             )  # fmt: skip
         totals = _added(
             totals, x, held[step], NUM_CHUNKS * step, NUM_IN, NUM_BLOCKS, NUM_CHUNKS, NUM_GROUPS, IS_COMPILED, IS_WHOLE
         )
     # Together: warps meet once, not for each block.
-    features = feature + tl.arange(0, _OCTET)[:, None] + tl.arange(0, NUM_BLOCKS)[None, :] * _OCTET
     total = tl.reshape(_joined(totals, NUM_BLOCKS), (NUM_CHUNKS, _OCTET, _QUARTER, NUM_BLOCKS))
     result = tl.sum(tl.sum(total, 2), 0)
     if IS_COMPILED:
         result *= 1 / _TIMES
-    is_feature = features < num_out
+    if NUM_GATES > 0:
+        _store_gate(result, bias, out, feature, NUM_GATES, HAS_BIAS, NUM_BLOCKS, IS_COMPILED)
+    else:
+        features = feature + tl.arange(0, _OCTET)[:, None] + tl.arange(0, NUM_BLOCKS)[None, :] * _OCTET
+        is_feature = features < num_out
+        if HAS_BIAS:
+            result += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)
+        product = result.to(out.dtype.element_ty)
+        if onto is not None:
+            given = tl.load(onto + features, mask=is_feature, other=0.0).to(tl.float32)
+            product = (product.to(tl.float32) + given).to(out.dtype.element_ty)
+        tl.store(out + features, product, mask=is_feature)
+
+
+@triton.jit
+def _store_gate(
+    result, bias, out, first, NUM_GATES: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    IS_COMPILED: tl.constexpr,
+) -> None:  # fmt: skip
+    """result: float32 [8, blocks], of gates and, behind each, of their ups, those of outputs from `first` on."""
+    gate, up = tl.split(tl.reshape(result, (_OCTET, NUM_BLOCKS // 2, 2)))
+    outputs = first + tl.arange(0, _OCTET)[:, None] + tl.arange(0, NUM_BLOCKS // 2)[None, :] * _OCTET
+    is_output = outputs < NUM_GATES
     if HAS_BIAS:
-        result += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)
-    tl.store(out + features, result.to(out.dtype.element_ty), mask=is_feature)
+        gate += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+        up += tl.load(bias + NUM_GATES + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + outputs, gate_of_product(gate, up, out.dtype.element_ty, IS_COMPILED), mask=is_output)
 
 
 def _tile_of(num_out: int, num_in: int) -> Int4GemvTile:
@@ -215,12 +247,12 @@ def _tile_of(num_out: int, num_in: int) -> Int4GemvTile:
 
 def int4_gemv(
     x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor, group_size: int, bias: torch.Tensor | None,
-    tile: Int4GemvTile | None = None,
+    tile: Int4GemvTile | None = None, *, onto: torch.Tensor | None = None, is_gated: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """x [1, K] times a matrix [N, K] transposed, plus bias [N]: [1, N] in x's type, which is of 16 bits.
 
     weight: `words_of` it; factors: `group_factors` of its scales and zeros; group_size: a multiple of 32. All
-    contiguous. Sums in float32. Does not block.
+    contiguous. onto, is_gated: as in `gemv`. Sums in float32. Does not block.
     """
     num_in = x.shape[1]
     num_chunks, num_out, _ = weight.shape
@@ -228,12 +260,12 @@ def int4_gemv(
     num_steps = triton.cdiv(num_chunks, tile.num_warps)
     program_outputs = 8 * tile.num_blocks
     is_early = launches_early(x.device)
-    out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, num_out // 2 if is_gated else num_out, dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(num_out, program_outputs),)](
-        x, weight, factors, factors if bias is None else bias, out, num_out, NUM_IN=num_in, GROUP_SIZE=group_size,
+        x, weight, factors, factors if bias is None else bias, onto, out, num_out, NUM_IN=num_in, GROUP_SIZE=group_size,
         NUM_GROUPS=1 if group_size % CHUNK == 0 else 4, HAS_BIAS=bias is not None, NUM_BLOCKS=tile.num_blocks,
-        NUM_CHUNKS=tile.num_warps, NUM_STEPS=num_steps, NUM_HELD=min(tile.num_held, num_steps), IS_EARLY=is_early,
-        IS_COMPILED=is_compiled(x.device),
+        NUM_CHUNKS=tile.num_warps, NUM_STEPS=num_steps, NUM_HELD=min(tile.num_held, num_steps),
+        NUM_GATES=num_out // 2 if is_gated else 0, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
         IS_WHOLE=num_out % program_outputs == 0 and num_in % CHUNK == 0 and num_chunks % tile.num_warps == 0,
         num_warps=tile.num_warps, launch_pdl=is_early,
     )  # fmt: skip
@@ -242,14 +274,18 @@ def int4_gemv(
 
 @cache
 def multiplies_right(device: torch.device) -> bool:
-    """Whether `int4_gemv` does on this device, whose compiler may give threads other words: random whole numbers,
-    whose sums are exact. Not before compute capability 8.0, which has its instruction. Blocks for seconds, the first
-    time."""
+    """Whether `int4_gemv` does on this device, whose compiler may give threads other words: random numbers of few
+    digits, whose sums are exact; and their gates. Not before compute capability 8.0, which has its instruction. Blocks
+    for seconds, the first time."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         return False
     generator = torch.Generator().manual_seed(1)
     values = torch.randint(0, 16, (32, 1024), generator=generator, dtype=torch.uint8)
     x = torch.randint(-1, 2, (1, 1024), generator=generator).half()
-    scales, zeros = torch.ones(32, 8), torch.full((32, 8), 8, dtype=torch.uint8)
-    out = int4_gemv(x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), CHUNK, None)
-    return torch.equal(out.cpu().float(), x.float() @ (values.float() - 8).T)
+    scales, zeros = torch.full((32, 8), 1 / 16), torch.full((32, 8), 8, dtype=torch.uint8)
+    given = x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), CHUNK, None
+    wanted = x.float() @ (values.float() - 8).T / 16
+    gate, up = wanted.chunk(2, 1)
+    gates = int4_gemv(*given, is_gated=True).cpu().float()
+    are_right = torch.allclose(gates, torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-3)
+    return are_right and torch.equal(int4_gemv(*given).cpu().float(), wanted)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
-from replicas.kernels.gate import gated
-from replicas.kernels.parts_of_product import store_product
+from replicas.kernels.gate import gate_of_product, halves_of_pairs
+from replicas.kernels.parts_of_product import of_parts, store_product
 from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
 
@@ -95,9 +95,8 @@ def _store_gated(
     """What `round_gated` makes of the product, but for the rounding."""
     if HAS_BIAS:
         product += tl.load(bias + features).to(tl.float32)[:, None]
-    product = product.to(out.dtype.element_ty).to(tl.float32)
-    gate, up = tl.split(tl.permute(tl.reshape(product, [BLOCK_N // 2, 2, ROWS]), [0, 2, 1]))
-    numbers = gated(gate, up, IS_COMPILED).to(out.dtype.element_ty)
+    gate, up = halves_of_pairs(product, BLOCK_N // 2, ROWS)
+    numbers = gate_of_product(gate, up, out.dtype.element_ty, IS_COMPILED)
     outputs = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     places = rows.to(tl.int64)[None, :] * (num_out // 2) + outputs[:, None]
     tl.store(out + places, numbers, mask=is_row[None, :])
@@ -118,7 +117,7 @@ def scaled_product(
     """
     num_rows, num_out = len(x), len(scales)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
-    partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
+    partial = of_parts(tile.num_parts, num_rows, num_out, x.device)
     _launch(x, x_scales, weight, scales, group_size, bias, onto, out, partial, arrived, tile, is_gated=False)
     return out
 

@@ -7,8 +7,8 @@
     with a pool, on a card    on a card    attention that is known to the letter     the card's JoinedAttention
                               on a card    plain and quantised linear layers,        the card's linear layer
                                            joined ones too
-                              on a card    decoder layers that are known to the      the card's RoundedLayer
-                                           letter, of 8-bit products
+                              on a card    decoder layers that are known to the      the card's RoundedLayer, or
+                                           letter: of 8-bit products, or others      its GatedLayer
 
 A layer is put where the other stood, with the same tensors: no class, method or hook of a layer is changed. What
 attends over the pool is no layer: transformers asks for a function by name (`attention_seam`).

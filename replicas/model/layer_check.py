@@ -7,12 +7,13 @@ layer. Of one layer by itself it changes next to nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from replicas.layers.further_products import MakesFurtherProducts
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.model_support import UnsupportedModel
 
@@ -69,22 +70,45 @@ def check_layers(model: nn.Module, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def compare_layers(model: nn.Module, dtype: torch.dtype) -> Iterator[ComparedLayer]:
-    """Each quantised layer that a device has an own product for, by each number of rows. Needs memory for a few
-    hundred megabytes of numbers at a time, whatever the layer's size."""
+    """Each quantised layer that a device has an own product for, by each number of rows; and what other layers have
+    made within that product. Needs memory for a few hundred megabytes of numbers at a time, whatever the layer's size.
+    """
+    makers = [module for module in model.modules() if isinstance(module, MakesFurtherProducts)]
+    made = [further for maker in makers for further in maker.further_products()]
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantisedLinear) or type(layer) is QuantisedLinear:
             continue
         x = _inputs(layer.in_features, dtype, layer.values.device)
-        wanted = torch.cat([part(x).float() for part in _parts(layer)], dim=1)
-        for num_rows in _NUM_ROWS:
-            rows = slice(len(x) - num_rows, None)
-            differences = (layer(x[rows]).float() - wanted[rows]).abs()
-            size = wanted[rows].square().mean().sqrt().clamp(min=1e-30)
-            most = wanted[rows].abs().amax(1).clamp(min=1e-30)
-            yield ComparedLayer(
-                name, layer.out_features, layer.in_features, num_rows,
-                float(differences.square().mean().sqrt() / size), float((differences.amax(1) / most).max()),
-            )  # fmt: skip
+        product = torch.cat([part(x).float() for part in _parts(layer)], dim=1)
+        yield from _compared(name, layer, x, layer, product)
+        onto = product.roll(1, 1).to(dtype)
+        for further in made:
+            if further.linear is layer:
+                wanted = further.define(product, onto.float())
+                compute = _onto_last(further.compute, onto)
+                yield from _compared(f"{name}, its {further.name}", layer, x, compute, wanted)
+
+
+def _onto_last(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], onto: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda rows: compute(rows, onto[len(onto) - len(rows) :])
+
+
+def _compared(
+    name: str, layer: QuantisedLinear, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor],
+    wanted: torch.Tensor,
+) -> Iterator[ComparedLayer]:  # fmt: skip
+    """compute: of some of the last rows of x, what those of wanted are."""
+    for num_rows in _NUM_ROWS:
+        rows = slice(len(x) - num_rows, None)
+        differences = (compute(x[rows]).float() - wanted[rows]).abs()
+        size = wanted[rows].square().mean().sqrt().clamp(min=1e-30)
+        most = wanted[rows].abs().amax(1).clamp(min=1e-30)
+        yield ComparedLayer(
+            name, layer.out_features, layer.in_features, num_rows,
+            float(differences.square().mean().sqrt() / size), float((differences.amax(1) / most).max()),
+        )  # fmt: skip
 
 
 def _inputs(num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

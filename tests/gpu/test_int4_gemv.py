@@ -105,9 +105,15 @@ def test_it_is_asked_whether_it_multiplies_right(device: torch.device, monkeypat
     assert multiplies_right(device)
     right = module.int4_gemv
     for wrong in (lambda out: out.flip(1), lambda out: out + (out == out.max())):
-        multiplies_right.cache_clear()
-        monkeypatch.setattr(module, "int4_gemv", lambda *given, wrong=wrong: wrong(right(*given)))
-        assert not multiplies_right(device)
+        for of_gates in (False, True):  # one of both ways
+            multiplies_right.cache_clear()
+
+            def asked(*given: Any, is_gated: bool = False, wrong: Any = wrong, of_gates: bool = of_gates) -> Any:
+                out = right(*given, is_gated=is_gated)
+                return wrong(out) if is_gated == of_gates else out
+
+            monkeypatch.setattr(module, "int4_gemv", asked)
+            assert not multiplies_right(device)
     multiplies_right.cache_clear()
 
 
@@ -139,9 +145,9 @@ def test_a_layer_uses_it_for_one_row_where_it_is_right(
 ) -> None:  # fmt: skip
     used: list[int] = []
 
-    def counted(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    def counted(x: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
         used.append(len(x))
-        return int4_gemv(x, *given)
+        return int4_gemv(x, *given, **named)
 
     monkeypatch.setattr(int4_card_linear, "int4_gemv", counted)
     monkeypatch.setattr(int4_card_linear, "multiplies_right", lambda device: is_right)

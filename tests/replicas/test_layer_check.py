@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from replicas.kv.kv_pool import KvPool
+from replicas.layers.further_products import FurtherProduct
 from replicas.layers.packed_weights import FP8
 from replicas.layers.place import Place
 from replicas.layers.quantised_linear import QuantisedLinear, whole_inputs
@@ -90,6 +91,34 @@ def test_the_layer_at_fault_is_named(
     found = rf"LlamaForCausalLM: model\.layers\.2\.mlp\.down_proj \(\d+ x 128\) with {num_rows} rows differs"
     with pytest.raises(UnsupportedModel, match=found):
         check_layers(loaded.model, loaded.dtype)
+
+
+class Maker(torch.nn.Module):
+    """Has what a layer's product is added to, added within it; by `fault` to twice of it."""
+
+    def __init__(self, linear: torch.nn.Module, fault: bool) -> None:
+        super().__init__()
+        self.linear, self.fault = linear, fault
+
+    def further_products(self) -> list[FurtherProduct]:
+        def compute(x: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+            return onto * (2 if self.fault and len(x) > 64 else 1) + self.linear(x)
+
+        return [FurtherProduct("sum", self.linear, compute, torch.add)]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_what_a_layer_makes_of_anothers_product_is_compared_too(
+    load: Callable[..., LoadedModel], fault: bool
+) -> None:  # fmt: skip
+    loaded = load("int4")
+    names = on_a_device(loaded, {})
+    loaded.model.add_module("maker", Maker(loaded.model.get_submodule(names[-1]), fault))
+    compared = list(compare_layers(loaded.model, loaded.dtype))
+    sums = [one for one in compared if one.name == f"{names[-1]}, its sum"]
+    assert [one.num_rows for one in sums] == [1, 35, 64, 100]
+    assert [one.is_right for one in sums] == [True, True, True, not fault]
+    assert len(compared) == 4 * (len(names) + 1)
 
 
 def test_a_refusal_for_logits_tells_whether_a_quantised_layer_is_at_fault(load: Callable[..., LoadedModel]) -> None:
