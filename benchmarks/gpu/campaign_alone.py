@@ -50,7 +50,7 @@ ALONE = {
     "vllm-fp8-kv": 125.0,
     "vllm-awq": 120.0,
     "fp8-wide": 40.0,
-    "rotated-apart": 120.0,
+    "rotated-apart": 50.0,
     "speculative-plain": 190.0,
     "speculative": 225.0,
     "speculative-oracle": 175.0,
