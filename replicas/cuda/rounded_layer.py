@@ -17,7 +17,8 @@ from replicas.cuda.known_layer import KnownLayer, linears_of
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.kernels.round_normed import round_normed
-from replicas.kernels.round_rows import MOST_AT_ONCE
+from replicas.kernels.round_rows import MOST_AT_ONCE, round_rows
+from replicas.layers.further_products import FurtherProduct
 
 
 def rounded_norm(
@@ -60,6 +61,17 @@ class RoundedLayer(KnownLayer):
         values, scales = gate_up.gate_of_rounded_rows(values, scales, hidden.dtype, mlp.down_proj.values.dtype)
         out: torch.Tensor = mlp.down_proj.of_rounded_rows(values, scales, hidden.dtype, onto=hidden)
         return out[None]
+
+    def further_products(self) -> tuple[FurtherProduct]:
+        """But for the gate, which is given rounded to 8 bits: by far more than a right product may differ."""
+        module: Any = self
+        down: QuantisedCardLinear = module.mlp.down_proj
+
+        def added(x: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+            values, scales = round_rows(x, down.values.dtype, down.in_features)
+            return down.of_rounded_rows(values, scales, x.dtype, onto=onto)
+
+        return (FurtherProduct("sum", down, added, torch.add),)
 
 
 def _normed(

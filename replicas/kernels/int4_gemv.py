@@ -90,9 +90,7 @@ def _read(
     places = weight + tl.cast(first_chunk, tl.int64) * num_out * _QUARTER + starts
     read: tl.tuple = ()
     for block in tl.static_range(NUM_BLOCKS):
-        # An up's outputs are known as those of its gate are.
-        end = NUM_GATES * (1 + block % 2) if NUM_GATES > 0 else num_out
-        is_known = (chunks * _CHUNK < NUM_IN) & (features < end)
+        is_known = (chunks * _CHUNK < NUM_IN) & (features < num_out)
         words = tl.load(places) if IS_WHOLE else tl.load(places, mask=is_known[:, None], other=0)
         found: tl.tuple = ()
         for group in tl.static_range(NUM_GROUPS):
@@ -205,6 +203,7 @@ def _gemv(
             totals, x, held[step], NUM_CHUNKS * step, NUM_IN, NUM_BLOCKS, NUM_CHUNKS, NUM_GROUPS, IS_COMPILED, IS_WHOLE
         )
     # Together: warps meet once, not for each block.
+    features = feature + tl.arange(0, _OCTET)[:, None] + tl.arange(0, NUM_BLOCKS)[None, :] * _OCTET
     total = tl.reshape(_joined(totals, NUM_BLOCKS), (NUM_CHUNKS, _OCTET, _QUARTER, NUM_BLOCKS))
     result = tl.sum(tl.sum(total, 2), 0)
     if IS_COMPILED:
@@ -212,7 +211,6 @@ def _gemv(
     if NUM_GATES > 0:
         _store_gate(result, bias, out, feature, NUM_GATES, HAS_BIAS, NUM_BLOCKS, IS_COMPILED)
     else:
-        features = feature + tl.arange(0, _OCTET)[:, None] + tl.arange(0, NUM_BLOCKS)[None, :] * _OCTET
         is_feature = features < num_out
         if HAS_BIAS:
             result += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)

@@ -21,6 +21,8 @@ from replicas.layers.packed_weights import FP8
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.layers.replaced_layers import before_serving, replace_layers, with_card_kernels
 from replicas.layers.rounding import rotation, round_weights, round_weights_int4
+from replicas.model.layer_check import check_layers, compare_layers
+from replicas.model_support import UnsupportedModel
 from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
 from tests.engines.random_model import tiny_config
 
@@ -155,6 +157,18 @@ def test_is_compiled_whole_for_any_number_of_rows(device: torch.device) -> None:
         with torch.no_grad():
             wanted = layer(x, position_embeddings=places, paged=heads)
             assert torch.equal(compiled(x, position_embeddings=places, paged=heads), wanted)
+
+
+def test_the_sum_is_compared_with_its_definition(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("fp8", device)
+    assert with_rounded_layers(model)
+    sums = [one for one in compare_layers(model, DTYPE) if one.name.endswith("mlp.down_proj, its sum")]
+    assert len(sums) == 4
+    assert max(one.error for one in sums) < 0.008
+    right = QuantisedCardLinear.of_rounded_rows
+    monkeypatch.setattr(QuantisedCardLinear, "of_rounded_rows", lambda *given, onto: right(*given, onto=1.05 * onto))
+    with pytest.raises(UnsupportedModel, match=r"down_proj, its sum .* with 1 rows differs"):
+        check_layers(model, DTYPE)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8 rotated", "fp8 weights alone"])
