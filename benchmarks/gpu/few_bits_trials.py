@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 BATCHES, CONTEXT = (1, 16, 64), 1073
 _REPEATS = 40
-_WARPS = ((8, 4), (16, 4), (4, 8), (4, 16), (16, 16))  # 4 and 4 ship, of rows of 4,096
 
 Figures = dict[str, Any]
 Change = Callable[[], AbstractContextManager[None]]
@@ -69,24 +68,16 @@ def _fp8_of_512_inputs() -> Iterator[None]:
 
 
 @contextmanager
-def _warps(of_norms: int, of_rounding: int) -> Iterator[None]:
-    """Of a program that has a row: norms with what is rounded behind them, and rounding alone."""
-    from replicas.kernels import round_normed, round_rows
+def _rotated_apart() -> Iterator[None]:
+    """By a kernel of its own, as beside prompts."""
+    from replicas.cuda import rotated_attention
 
-    with (
-        patch.object(round_normed, "warps_of", lambda block_k: of_norms),
-        patch.object(round_rows, "program_of", lambda block_k: {"num_warps": of_rounding}),
-    ):
+    with patch.object(rotated_attention, "rotates_in_attention", lambda launches, num_tokens: False):
         yield
 
 
 PIECES = {
-    "few-warps": Trial(
-        ("fp8",),
-        {"off": as_shipped}
-        | {f"{norms} and {rounding} warps": partial(_warps, norms, rounding) for norms, rounding in _WARPS}
-        | {"off again": as_shipped},
-    ),
+    "rotated-apart": Trial(("fp8",), {"off": as_shipped, "apart": _rotated_apart, "off again": as_shipped}),
     "fp8-wide": Trial(("fp8",), {"off": as_shipped, "512 inputs": _fp8_of_512_inputs, "off again": as_shipped}),
 }
 

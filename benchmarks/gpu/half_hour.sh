@@ -15,7 +15,7 @@ case $1 in
     one-card)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
         tests='tests/gpu/test_scaled_gemv.py tests/gpu/test_int4_gemv.py tests/gpu/test_rounded_layer.py'
-        pieces='few-warps,steps-fp8-kv,steps-70b,colocated-saturated' # 70 + 80 + 110 + 110 s
+        pieces='steps-fp8-kv,steps-70b,colocated-saturated' # 80 + 110 + 110 s
         on_cards 570 \
             "0 170 python3 -m pytest -q -rA $tests" \
             "0 390 $campaign --only $pieces --state /tmp/0.jsonl --out \$OUT/0"

@@ -64,6 +64,7 @@ class Piece:
 
 _PROMPTS = (16, 2048)
 PIECES = {
+    "steps-bf16": Piece("none", (1, 16, 64, 256), _PROMPTS),
     "steps-fp8": Piece("fp8", (1, 16, 64, 256), _PROMPTS),
     "steps-fp8-kv": Piece("fp8", (64, 256), _PROMPTS, kv_dtype="fp8"),
     "steps-int4": Piece("int4", (1, 16, 64), _PROMPTS),

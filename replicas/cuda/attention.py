@@ -19,6 +19,7 @@ from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels.kv_write import write_kv
 from replicas.kernels.paged_decode import RowQueries, paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
+from replicas.kernels.rotary_heads import HeadRotation
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.attention_seam import refuse_arguments, use_attention
 from replicas.model_support import UnsupportedModel
@@ -146,12 +147,14 @@ def attend_written(
     launches: Launches,
     scale: float,
     scales: tuple[float, float],
+    rotation: HeadRotation | None = None,
 ) -> torch.Tensor:
     """As `attend_over_pool`, once k and v are as the pool stores them, and those of all tokens but the rows' are in it.
 
-    Mutates kv: writes the rows'. scales: of keys and values; they come in once, with scores and results.
+    Mutates kv: writes the rows'. scales: of keys and values; they come in once, with scores and results. rotation: in a
+    step of rows only, what is still to be done to query, key and value (`paged_decode`).
     """
-    out = _attend_unscaled(query, key, value, kv, step, launches, scale * scales[0])
+    out = _attend_unscaled(query, key, value, kv, step, launches, scale * scales[0], rotation)
     return out if scales[1] == 1.0 else out.mul_(scales[1])
 
 
@@ -163,6 +166,7 @@ def _attend_unscaled(
     step: CudaStep,
     launches: Launches,
     scale: float,
+    rotation: HeadRotation | None,
 ) -> torch.Tensor:
     token_slots, positions = step.token_slots, step.positions
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -182,6 +186,7 @@ def _attend_unscaled(
             scale,
             out,
             RowQueries(launches.most_queries, launches.num_rows, launches.rows_at) if launches.num_queries else None,
+            rotation,
         )
     if launches.num_earlier:
         attend_behind(

@@ -10,7 +10,9 @@ from torch import nn
 from replicas.cuda.attention import attend_written, scales_of
 from replicas.cuda.operators import operator
 from replicas.cuda.step import CudaStep, Launches
-from replicas.kernels.rotation import HeadNorms, rotate_into_pool
+from replicas.kernels.paged_decode import room_to_rotate
+from replicas.kernels.rotary_heads import HeadNorms, HeadRotation
+from replicas.kernels.rotation import rotate_into_pool
 from replicas.layers.joined_attention import JoinedAttention
 
 
@@ -35,11 +37,26 @@ def attend_rotated(
     step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
     scales = scales_of(kv_scales)
     norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, epsilon)
-    query, key, value = rotate_into_pool(
-        projected, norms, cos, sin, kv, block_table, step.token_slots, step.positions, launches.num_row_tokens,
-        copies_value=bool(launches.fresh or launches.num_earlier), scales=scales,
-    )  # fmt: skip
-    return attend_written(query, key, value, kv, step, launches, scale, scales).flatten(1)
+    num_kv_heads, head_dim = kv.shape[3:]
+    num_heads = projected.shape[1] // head_dim - 2 * num_kv_heads
+    rotation = None
+    if rotates_in_attention(launches, projected.shape[0]) and room_to_rotate(num_heads // num_kv_heads):
+        heads = projected.unflatten(1, (-1, head_dim))
+        query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        rotation = HeadRotation(cos, sin, norms, scales)
+    else:
+        query, key, value = rotate_into_pool(
+            projected, norms, cos, sin, kv, block_table, step.token_slots, step.positions, launches.num_row_tokens,
+            copies_value=bool(launches.fresh or launches.num_earlier), scales=scales,
+        )  # fmt: skip
+    return attend_written(query, key, value, kv, step, launches, scale, scales, rotation).flatten(1)
+
+
+def rotates_in_attention(launches: Launches, num_tokens: int) -> bool:
+    """Whether all tokens of a step are rows of one query, which the kernel that attends rotates by itself: one less of
+    a decode step's short kernels. What else a step may have is attended by kernels that read keys as they are stored.
+    """
+    return launches.num_rows == num_tokens and not launches.num_queries
 
 
 def _shape_of_attended(projected: torch.Tensor, kv: torch.Tensor, *others: object) -> torch.Tensor:

@@ -1,37 +1,25 @@
 """Between the projections and attention: norms of the heads, rotary positions, k and v into the pool; one kernel.
 
-Rotary embedding: Su et al., "RoFormer", 2021, in the halves that transformers' Llama uses. Norms of the heads: RMSNorm
-(Zhang and Sennrich, 2019) over one head's dimensions, as Qwen3 has them. A compiler makes two to four kernels of it,
-and slow ones of norms over 128 numbers: 45 us a layer for 2,048 tokens of Qwen3-0.6B; reading and writing take 8.
+A compiler makes two to four kernels of it, and slow ones of norms over 128 numbers: 45 us a layer for 2,048 tokens of
+Qwen3-0.6B; reading and writing take 8. Where a step has nothing but rows of one token, `paged_decode` does all of this.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
-from replicas.kernels.kv_write import round_to_fp8, token_place
+from replicas.kernels.kv_write import rounded_to_fp8, token_place
+from replicas.kernels.rotary_heads import HEADS_AT_ONCE, HeadNorms, HeadRotation, refuse_partial, rotated_heads
 from replicas.stored_numbers import FP8
-
-_HEADS_AT_ONCE = 16
-
-
-class HeadNorms(NamedTuple):
-    """RMSNorm of each head's dimensions. query, key: weights [head_dim]."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    epsilon: float
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _rotate(
-    projected, query_weight, key_weight, cos, sin, query, key, value, kv, table, slots, positions, epsilon, num_rows,
-    by_key_scale, by_value_scale, projected_stride, kv_stride_block, table_stride,
+    projected, cos, sin, query_weight, key_weight, epsilon, by_key_scale, by_value_scale, query, key, value, kv, table,
+    slots, positions, num_rows, projected_stride, kv_stride_block, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_NORMS: tl.constexpr, COPIES_VALUE: tl.constexpr, ROUNDS: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -41,27 +29,19 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
     dims = tl.arange(0, DIM_PADDED)
-    half: tl.constexpr = HEAD_DIM // 2
-    partners = tl.where(dims < half, dims + half, dims - half)
     is_dim = dims < HEAD_DIM
     is_query, is_value = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
     is_head = heads < NUM_HEADS + 2 * NUM_KV_HEADS
     mask = is_head[:, None] & is_dim[None, :]
     rows = projected + token * projected_stride + heads[:, None] * HEAD_DIM
-    given = tl.load(rows + dims[None, :], mask=mask, other=0.0)
-    x, partner = given.to(tl.float32), tl.load(rows + partners[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORMS:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + epsilon)[:, None]
-        x *= scale * _weights(query_weight, key_weight, dims, is_dim, is_query)
-        partner *= scale * _weights(query_weight, key_weight, partners, is_dim, is_query)
-    c = tl.load(cos + token * HEAD_DIM + dims, mask=is_dim, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * HEAD_DIM + dims, mask=is_dim, other=0.0).to(tl.float32)
-    rotated = (x * c[None, :] + partner * tl.where(dims < half, -s, s)[None, :]).to(given.dtype)
+    given, rotated = rotated_heads(
+        rows, mask, dims, is_query, cos + token * HEAD_DIM, sin + token * HEAD_DIM, query_weight, key_weight, epsilon,
+        HEAD_DIM, HAS_NORMS,
+    )  # fmt: skip
     is_key = is_head & (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
     if ROUNDS:
-        rounded_key = round_to_fp8(rotated.to(tl.float32) * by_key_scale).to(given.dtype)
-        rotated = tl.where(is_key[:, None], rounded_key, rotated)
-        given = round_to_fp8(given.to(tl.float32) * by_value_scale).to(given.dtype)
+        rotated = tl.where(is_key[:, None], rounded_to_fp8(rotated, by_key_scale), rotated)
+        given = rounded_to_fp8(given, by_value_scale)
     key_mask, value_mask = is_key[:, None] & is_dim[None, :], is_value[:, None] & mask
     query_places = (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(query + query_places, rotated, mask=is_query[:, None] & is_dim[None, :])
@@ -80,14 +60,6 @@ def _rotate(
         tl.store(place + in_key[:, None] * HEAD_DIM + dims[None, :], rotated.to(stored), mask=key_mask)
         place += BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
         tl.store(place + in_value[:, None] * HEAD_DIM + dims[None, :], given.to(stored), mask=value_mask)
-
-
-@triton.jit
-def _weights(query_weight, key_weight, dims, is_dim, is_query):
-    """[heads, dims] float32."""
-    of_query = tl.load(query_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
-    of_key = tl.load(key_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
-    return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
 
 
 def rotate_into_pool(
@@ -114,8 +86,7 @@ def rotate_into_pool(
     """
     num_tokens = projected.shape[0]
     _, _, block_size, num_kv_heads, head_dim = kv.shape
-    if cos.shape != (num_tokens, head_dim):
-        raise ValueError(f"rotary positions of {tuple(cos.shape)} for {num_tokens} tokens with heads of {head_dim}")
+    refuse_partial(cos, num_tokens, head_dim)
     num_heads = projected.shape[1] // head_dim - 2 * num_kv_heads
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=projected.dtype, device=projected.device)
     key = torch.empty(num_tokens, num_kv_heads, head_dim, dtype=projected.dtype, device=projected.device)
@@ -125,12 +96,11 @@ def rotate_into_pool(
     else:
         value = projected[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (num_kv_heads, head_dim))
     is_early = launches_early(projected.device)
-    weights = (norms.query, norms.key, norms.epsilon) if norms else (cos, cos, 0.0)
-    _rotate[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_AT_ONCE))](
-        projected, weights[0], weights[1], cos, sin, query, key, value, kv, table, slots, positions, weights[2],
-        num_rows, 1.0 / scales[0], 1.0 / scales[1], projected.stride(0), kv.stride(0), table.stride(0),
+    _rotate[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
+        projected, *HeadRotation(cos, sin, norms, scales).arguments(), query, key, value, kv, table, slots, positions,
+        num_rows, projected.stride(0), kv.stride(0), table.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim, DIM_PADDED=triton.next_power_of_2(head_dim), HEADS_AT_ONCE=_HEADS_AT_ONCE,
+        HEAD_DIM=head_dim, DIM_PADDED=triton.next_power_of_2(head_dim), HEADS_AT_ONCE=HEADS_AT_ONCE,
         BLOCK_SIZE=block_size, HAS_NORMS=norms is not None, COPIES_VALUE=copies_value or rounds,
         ROUNDS=rounds, num_warps=4, IS_EARLY=is_early, launch_pdl=is_early,
     )  # fmt: skip

@@ -23,10 +23,14 @@ def _share_out(
     shares,
     num_rows,
     num_resident,
+    num_numbers,
     ROWS_PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
 ) -> None:
-    """One piece: its row, first tile and end; and the number of pieces before the row of the same number."""
+    """One piece: its row, first tile and end; and the number of pieces before the row of the same number, and that
+    row's counts."""
     piece = tl.program_id(0)
     rows = tl.arange(0, ROWS_PADDED)
     position = tl.load(positions + rows, mask=rows < num_rows, other=-1)
@@ -50,6 +54,15 @@ def _share_out(
     tl.store(shares + piece * 4 + 1, part * num_tiles // count)
     tl.store(shares + piece * 4 + 2, (part + 1) * num_tiles // count)
     tl.store(shares + piece * 4 + 3, tl.sum(tl.where(rows < piece, counts, 0), 0))
+    heads = tl.arange(0, HEADS_PADDED)
+    places = count_places(shares, num_numbers, piece, heads, NUM_KV_HEADS)
+    tl.store(places, 0, mask=(heads < NUM_KV_HEADS) & (piece < num_rows))
+
+
+@triton.jit
+def count_places(shares, num_numbers, row, heads, NUM_KV_HEADS: tl.constexpr):
+    """Where it is counted how many of a row's pieces are done, for each KV head. num_numbers: of shares, in all."""
+    return shares + (num_numbers - 1 - row * NUM_KV_HEADS - heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,7 @@ class WorkSharing:
     most_drafting: of one with drafts.
     """
 
+    num_kv_heads: int
     num_resident: int
     short_tile: int
     long_tile: int
@@ -77,7 +91,7 @@ class WorkSharing:
     ) -> WorkSharing:
         num_resident = max(1, _PROGRAMS_A_PROCESSOR * num_processors // num_kv_heads)
         short, long = (32, 32) if dtype.itemsize > 2 or head_dim > 128 else (64, 128)
-        return cls(num_resident, short, long, most_rows, most_drafting)
+        return cls(num_kv_heads, num_resident, short, long, most_rows, most_drafting)
 
     @property
     def rows_at(self) -> int:
@@ -96,19 +110,22 @@ class WorkSharing:
 
     def empty_shares(self, device: torch.device) -> torch.Tensor:
         """Room for what `share_out` gives: int32 [n, 4], n always the same."""
-        return torch.empty(self.rows_at + self.most_drafting, 4, dtype=torch.int32, device=device)
+        num_counting = triton.cdiv(self.most_rows * self.num_kv_heads, 4)
+        return torch.empty(self.rows_at + self.most_drafting + num_counting, 4, dtype=torch.int32, device=device)
 
     def share_out(self, positions: torch.Tensor, shares: torch.Tensor | None = None) -> torch.Tensor:
         """The pieces of a step, the same for all of its layers: int32 [n, 4], n always the same.
 
         Of piece i: row, first tile, end; then the number of pieces before row i. Behind the last piece come empty ones;
-        what is behind `most_pieces` is undefined. positions: int32 [R], -1 for a padding row. shares: to be written,
-        and returned; None: new ones. Does not block.
+        what is behind `most_pieces` is undefined, but for zeros at the end, backwards, of each row's KV heads, in which
+        pieces are counted (`count_places`). positions: int32 [R], -1 for a padding row. shares: to be written, and
+        returned; None: new ones. Does not block.
         """
         num_rows = positions.shape[0]
         shares = self.empty_shares(positions.device) if shares is None else shares
         _share_out[(self.most_pieces(num_rows) + 1,)](
-            positions, shares, num_rows, self.num_resident, ROWS_PADDED=triton.next_power_of_2(max(self.most_rows, 2)),
-            BLOCK_N=self.tile_len(num_rows),
+            positions, shares, num_rows, self.num_resident, shares.numel(),
+            ROWS_PADDED=triton.next_power_of_2(max(self.most_rows, 2)), BLOCK_N=self.tile_len(num_rows),
+            NUM_KV_HEADS=self.num_kv_heads, HEADS_PADDED=triton.next_power_of_2(self.num_kv_heads),
         )  # fmt: skip
         return shares

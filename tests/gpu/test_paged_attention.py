@@ -57,7 +57,7 @@ UNEVEN = [7, 900, 20, 0, 1700, 64] * 9
 @pytest.mark.parametrize("lengths", [LENGTHS, [0], [1], [640], [64] * 16, [0, 0, 5, 0, 1000, 0], UNEVEN])
 def test_pieces_cover_every_context_once(device: torch.device, lengths: list[int], num_resident: int) -> None:
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
-    sharing = WorkSharing(num_resident, 64, 64, most_rows=len(lengths))
+    sharing = WorkSharing(1, num_resident, 64, 64, most_rows=len(lengths))
     count = sharing.most_pieces(len(lengths))
     rows, firsts, ends, before = zip(*sharing.share_out(positions)[: count + 1].tolist(), strict=True)
     pieces = [piece for piece in zip(rows, firsts, ends, strict=True) if piece[1] < piece[2]]

@@ -8,7 +8,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.kernels.rotation import HeadNorms, rotate_into_pool
+from replicas.kernels.rotary_heads import HeadNorms
+from replicas.kernels.rotation import rotate_into_pool
 from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, paged_case, relative_error
 
 pytestmark = pytest.mark.interpreted

@@ -495,7 +495,7 @@ def test_graphs_of_rows_with_drafts_ascend_and_waste_little(
 def test_rows_attend_by_the_tiles_that_they_have_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a row's own token has the bits that it has without."""
     monkeypatch.undo()
-    sharing = WorkSharing(64, 64, 128, 256)
+    sharing = WorkSharing(8, 64, 64, 128, 256)
     sizes = batch_sizes(256)
     for num_rows in range(1, 257):
         plain = next(size for size in sizes if size >= num_rows)
