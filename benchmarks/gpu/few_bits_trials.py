@@ -72,7 +72,7 @@ def _rotated_apart() -> Iterator[None]:
     """By a kernel of its own, as beside prompts."""
     from replicas.cuda import rotated_attention
 
-    with patch.object(rotated_attention, "rotates_in_attention", lambda launches, num_tokens: False):
+    with patch.object(rotated_attention, "rotates_in_attention", lambda *of_step: False):
         yield
 
 

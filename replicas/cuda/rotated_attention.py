@@ -10,7 +10,7 @@ from torch import nn
 from replicas.cuda.attention import attend_written, scales_of
 from replicas.cuda.operators import operator
 from replicas.cuda.step import CudaStep, Launches
-from replicas.kernels.paged_decode import room_to_rotate
+from replicas.kernels.paged_decode import stands_alone
 from replicas.kernels.rotary_heads import HeadNorms, HeadRotation
 from replicas.kernels.rotation import rotate_into_pool
 from replicas.layers.joined_attention import JoinedAttention
@@ -40,10 +40,10 @@ def attend_rotated(
     num_kv_heads, head_dim = kv.shape[3:]
     num_heads = projected.shape[1] // head_dim - 2 * num_kv_heads
     rotation = None
-    if rotates_in_attention(launches, projected.shape[0]) and room_to_rotate(num_heads // num_kv_heads):
+    if rotates_in_attention(launches, len(projected), num_heads // num_kv_heads, kv.dtype):
         heads = projected.unflatten(1, (-1, head_dim))
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-        rotation = HeadRotation(cos, sin, norms, scales)
+        rotation = HeadRotation(cos, sin, norms)
     else:
         query, key, value = rotate_into_pool(
             projected, norms, cos, sin, kv, block_table, step.token_slots, step.positions, launches.num_row_tokens,
@@ -52,11 +52,12 @@ def attend_rotated(
     return attend_written(query, key, value, kv, step, launches, scale, scales, rotation).flatten(1)
 
 
-def rotates_in_attention(launches: Launches, num_tokens: int) -> bool:
-    """Whether all tokens of a step are rows of one query, which the kernel that attends rotates by itself: one less of
-    a decode step's short kernels. What else a step may have is attended by kernels that read keys as they are stored.
-    """
-    return launches.num_rows == num_tokens and not launches.num_queries
+def rotates_in_attention(launches: Launches, num_tokens: int, group: int, stored: torch.dtype) -> bool:
+    """Whether all tokens of a step are rows of one query, which the kernel that attends rotates by itself, if it
+    `stands_alone`: one less of a decode step's short kernels. What else a step may have is attended by kernels that
+    read keys as they are stored."""
+    is_of_rows = launches.num_rows == num_tokens and not launches.num_queries
+    return is_of_rows and stands_alone(num_tokens, group, stored)
 
 
 def _shape_of_attended(projected: torch.Tensor, kv: torch.Tensor, *others: object) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Writes k and v of a step's prompt tokens into the paged pool. (`paged_decode` writes those of decode rows, with what
 is here.)
 
-Numbers come as the pool stores them, in whatever type: `rounded_to_fp8` is for who rounds them.
+Numbers come as the pool stores them, in whatever type: `round_to_fp8` is for who rounds them.
 """
 
 from __future__ import annotations
@@ -64,11 +64,9 @@ def write_tokens(
 
 
 @triton.jit
-def rounded_to_fp8(given, by_scale):
-    """given, times by_scale -> in its type the nearest numbers of e4m3, ties to even; what is too large becomes the
-    largest, 448, and what is no number stays none. As `as_stored`; by bits, as Triton's interpreter converts otherwise
-    than a card."""
-    x = given.to(tl.float32) * by_scale
+def round_to_fp8(x):
+    """float32 -> float32: the nearest number of e4m3, ties to even; what is too large becomes the largest, 448, and
+    what is no number stays none. As `as_stored`; by bits, as Triton's interpreter converts otherwise than a card."""
     limited = tl.minimum(tl.maximum(x, -448.0), 448.0)
     bits = limited.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # to 3 bits of mantissa
@@ -76,7 +74,7 @@ def rounded_to_fp8(given, by_scale):
     small = (magnitude + 16384.0) - 16384.0  # to multiples of 2**-9
     small = (small.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)  # of its sign
     rounded = tl.where(magnitude < 0.015625, small, normal)
-    return tl.where(x == x, rounded, x).to(given.dtype)
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])

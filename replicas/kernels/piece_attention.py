@@ -11,24 +11,30 @@ from replicas.kernels.running_softmax import weights_of_tile
 
 @triton.jit
 def attend_keys(
-    q, seen, dims, is_dim, kv, kv_stride_block, words, word_stride_block, row_table, head, start, end, scale_log2,
+    q_rows, rotated, is_member, seen, dims, is_dim, kv, kv_stride_block, words, word_stride_block, row_table, head,
+    start, end, scale_log2,
     QUERIES: tl.constexpr, MEMBERS_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr,
 ):  # fmt: skip
     """-> sums of values [members, DIM_PADDED], not yet divided by their weights; largest score and sum of weights.
 
-    q: the queries, [members, DIM_PADDED], zeros beyond a head's dimensions; seen: of each the last position that it
-    sees, for QUERIES beyond one. dims: of a head, is_dim: those that there are. row_table: pointer to the blocks of the
-    sequence; its keys from start to end are looked at. words: kv as int16, for IS_PAIRED.
+    q_rows: pointers to the queries, [members, 1]; rotated: they themselves, or None; is_member: [members]; seen: of
+    each the last position that it sees, for QUERIES beyond one. dims: of a head, is_dim: those that there are.
+    row_table: pointer to the blocks of the sequence; its keys from start to end are looked at. words: kv as int16, for
+    IS_PAIRED, which knows no rotated ones.
     """
-    q = as_queries(q, kv.dtype.element_ty)
     if IS_PAIRED:
         result, largest, total = _attend_pairs(
-            q, seen, words, word_stride_block, row_table, head, start, end, scale_log2, QUERIES, MEMBERS_PADDED,
-            NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION, IS_COMPILED,
+            q_rows, is_member, seen, words, word_stride_block, row_table, head, start, end, scale_log2,
+            kv.dtype.element_ty, QUERIES, MEMBERS_PADDED, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N,
+            PRECISION, IS_COMPILED,
         )  # fmt: skip
     else:
+        if rotated is None:
+            q = tl.load(q_rows + dims[None, :], mask=is_member[:, None] & is_dim[None, :], other=0.0)
+        else:
+            q = rotated
         result, largest, total = _attend_numbers(
             q, seen, dims, is_dim, kv, kv_stride_block, row_table, head, start, end, scale_log2, QUERIES,
             MEMBERS_PADDED, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION, IS_COMPILED,
@@ -44,6 +50,7 @@ def _attend_numbers(
     IS_COMPILED: tl.constexpr,
 ):  # fmt: skip
     """The pool's numbers one by one, in whatever type."""
+    q = as_queries(q, kv.dtype.element_ty)
     result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)
     largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([MEMBERS_PADDED], tl.float32)
@@ -73,7 +80,7 @@ def _attend_numbers(
 
 @triton.jit
 def _attend_pairs(
-    q_both, seen, words, word_stride_block, row_table, head, start, end, scale_log2,
+    q_rows, is_member, seen, words, word_stride_block, row_table, head, start, end, scale_log2, STORED: tl.constexpr,
     QUERIES: tl.constexpr, MEMBERS_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     IS_COMPILED: tl.constexpr,
@@ -86,7 +93,9 @@ def _attend_pairs(
     num_words: tl.constexpr = DIM_PADDED // 2
     columns = tl.arange(0, num_words)
     is_column = columns < HEAD_DIM // 2
-    q, q_odd = tl.split(tl.reshape(q_both, (MEMBERS_PADDED, num_words, 2)))
+    is_q = is_member[:, None] & is_column[None, :]
+    q = as_queries(tl.load(q_rows + 2 * columns[None, :], mask=is_q, other=0.0), STORED)
+    q_odd = as_queries(tl.load(q_rows + 2 * columns[None, :] + 1, mask=is_q, other=0.0), STORED)
     result = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
     result_odd = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
     largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)

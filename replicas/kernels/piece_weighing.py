@@ -1,7 +1,7 @@
 """What pieces of a row's context give, stored, and weighed by their log-sum-exp: what `paged_decode` ends with.
 
-With one query a row it is done by the last program of a row's pieces to have ended: a kernel of its own would take as
-long again as two of its loads. Several queries would wait for each other there; they have that kernel.
+By the last program of a row's pieces to have ended, where `paged_decode` is of few rows of one query, for which a
+kernel of its own takes as long again as two of its loads; else by that kernel, since they would wait for each other.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def weigh_if_last(
             tl.store(place, 0)
 
 
-@triton.jit(do_not_specialize=["num_queries"])
-def _weigh_queries(
-    out, partial, lse, shares, num_queries,
+@triton.jit(do_not_specialize=["num_rows"])
+def _weigh_pieces(
+    out, partial, lse, shares, num_rows,
     NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Queries of rows that lie in several pieces, of QUERIES that a row may have."""
+    """Rows that lie in several pieces. Of several queries: each is a row here, of QUERIES that a row may have."""
     wait_for_earlier(IS_EARLY)
     heads = tl.program_id(1) + tl.arange(0, 1)
     dims = tl.arange(0, DIM_PADDED)
@@ -113,32 +113,35 @@ def _weigh_queries(
     is_number = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     numbers = heads[:, None] * HEAD_DIM + dims[None, :]
     size: tl.constexpr = NUM_HEADS * HEAD_DIM
-    for number in range(tl.program_id(0), num_queries, ROWS):
-        row, query = number // QUERIES, number % QUERIES
-        first, end = tl.load(shares + row * 4 + 3), tl.load(shares + row * 4 + 7)
-        of_row = shares + (ROWS_AT + row) * 4
-        is_query = query < tl.load(of_row + 2)
-        if is_query & (end > first + 1):
+    for row in range(tl.program_id(0), num_rows, ROWS):
+        sharer, query, token = row, 0, row
+        if QUERIES > 1:
+            sharer, query = row // QUERIES, row % QUERIES
+        first, end = tl.load(shares + sharer * 4 + 3), tl.load(shares + sharer * 4 + 7)
+        if QUERIES > 1:
+            of_row = shares + (ROWS_AT + sharer) * 4
+            token = tl.load(of_row + 1) + query
+            end = tl.where(query < tl.load(of_row + 2), end, first)
+        if end > first + 1:
             result = weighed_pieces(
                 partial, lse, query * size + numbers, query * NUM_HEADS + heads, QUERIES * size, QUERIES * NUM_HEADS,
                 first, end, is_head, is_number,
             )  # fmt: skip
-            token = tl.load(of_row + 1) + query
             tl.store(out + token * size + numbers, result.to(out.dtype.element_ty), mask=is_number)
 
 
-def weigh_queries(
-    out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, shares: torch.Tensor, num_rows: int, most_queries: int,
+def weigh_pieces(
+    out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, shares: torch.Tensor, num_rows: int, num_queries: int,
     constants: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Write the queries of out [.., num_heads, head_dim] whose rows' contexts lie in several pieces.
+    """Write the rows of out [.., num_heads, head_dim] whose contexts lie in several pieces.
 
-    partial: float32 [pieces * most_queries, num_heads, head_dim], each piece's results, and lse [.., num_heads].
-    num_rows: rows, of at most most_queries queries each. shares as `paged_decode` has them; constants: those that both
+    partial: float32 [pieces * num_queries, num_heads, head_dim], each piece's results, and lse [.., num_heads].
+    num_rows: rows, of at most num_queries queries each. shares as `paged_decode` has them; constants: those that both
     kernels have. Mutates out. Does not block.
     """
-    num_heads, num_queries = out.shape[1], num_rows * most_queries
-    _weigh_queries[(min(num_queries, _WEIGHING_ROWS), num_heads)](
-        out, partial, lse, shares, num_queries, NUM_HEADS=num_heads, QUERIES=most_queries, ROWS=_WEIGHING_ROWS,
+    num_heads, num_weighed = out.shape[1], num_rows * num_queries
+    _weigh_pieces[(min(num_weighed, _WEIGHING_ROWS), num_heads)](
+        out, partial, lse, shares, num_weighed, NUM_HEADS=num_heads, QUERIES=num_queries, ROWS=_WEIGHING_ROWS,
         num_warps=2, **constants,
     )  # fmt: skip

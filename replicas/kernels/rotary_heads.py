@@ -30,23 +30,17 @@ class HeadNorms(NamedTuple):
 
 
 class HeadRotation(NamedTuple):
-    """What is to be done to projected q, k and v of T tokens: norms, rotary positions, and for a pool of FP8 rounding.
-
-    cos, sin: [T, head_dim], contiguous. scales: of the pool's keys and values.
-    """
+    """What is to be done to projected q and k of T tokens. cos, sin: [T, head_dim], contiguous."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     norms: HeadNorms | None
-    scales: tuple[float, float] = (1.0, 1.0)
 
     def arguments(self) -> tuple[torch.Tensor | float, ...]:
-        """As kernels take them: cos, sin, weights of queries and keys, epsilon, what keys and values are multiplied by.
-
-        Without norms the weights are tensors that are not looked at.
-        """
+        """As kernels take them: cos, sin, weights of queries and keys, epsilon. Without norms the weights are tensors
+        that are not looked at."""
         query_weight, key_weight, epsilon = self.norms or (self.cos, self.cos, 0.0)
-        return self.cos, self.sin, query_weight, key_weight, epsilon, 1.0 / self.scales[0], 1.0 / self.scales[1]
+        return self.cos, self.sin, query_weight, key_weight, epsilon
 
 
 def refuse_partial(cos: torch.Tensor, num_tokens: int, head_dim: int) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
-from replicas.kernels.kv_write import rounded_to_fp8, token_place
+from replicas.kernels.kv_write import round_to_fp8, token_place
 from replicas.kernels.rotary_heads import HEADS_AT_ONCE, HeadNorms, HeadRotation, refuse_partial, rotated_heads
 from replicas.stored_numbers import FP8
 
@@ -40,8 +40,9 @@ def _rotate(
     )  # fmt: skip
     is_key = is_head & (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
     if ROUNDS:
-        rotated = tl.where(is_key[:, None], rounded_to_fp8(rotated, by_key_scale), rotated)
-        given = rounded_to_fp8(given, by_value_scale)
+        rounded_key = round_to_fp8(rotated.to(tl.float32) * by_key_scale).to(given.dtype)
+        rotated = tl.where(is_key[:, None], rounded_key, rotated)
+        given = round_to_fp8(given.to(tl.float32) * by_value_scale).to(given.dtype)
     key_mask, value_mask = is_key[:, None] & is_dim[None, :], is_value[:, None] & mask
     query_places = (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(query + query_places, rotated, mask=is_query[:, None] & is_dim[None, :])
@@ -97,8 +98,8 @@ def rotate_into_pool(
         value = projected[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (num_kv_heads, head_dim))
     is_early = launches_early(projected.device)
     _rotate[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
-        projected, *HeadRotation(cos, sin, norms, scales).arguments(), query, key, value, kv, table, slots, positions,
-        num_rows, projected.stride(0), kv.stride(0), table.stride(0),
+        projected, *HeadRotation(cos, sin, norms).arguments(), 1.0 / scales[0], 1.0 / scales[1], query, key, value, kv,
+        table, slots, positions, num_rows, projected.stride(0), kv.stride(0), table.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim, DIM_PADDED=triton.next_power_of_2(head_dim), HEADS_AT_ONCE=HEADS_AT_ONCE,
         BLOCK_SIZE=block_size, HAS_NORMS=norms is not None, COPIES_VALUE=copies_value or rounds,

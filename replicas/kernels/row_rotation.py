@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replicas.kernels.kv_write import rounded_to_fp8, token_place
+from replicas.kernels.kv_write import token_place
 from replicas.kernels.rotary_heads import rotated_heads
 
 
@@ -14,7 +14,7 @@ from replicas.kernels.rotary_heads import rotated_heads
 def rotate_row(
     q_rows, key, value, kv, row_table, position, token, head, is_member, is_last, dims, is_dim, key_stride_token,
     key_stride_head, value_stride_token, value_stride_head, kv_stride_block, cos, sin, query_weight, key_weight,
-    epsilon, by_key_scale, by_value_scale,
+    epsilon,
     GROUP: tl.constexpr, MEMBERS_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
@@ -37,11 +37,7 @@ def rotate_row(
         HEAD_DIM, HAS_NORMS,
     )  # fmt: skip
     if is_last:
-        stored = kv.dtype.element_ty
-        new_key = rotated
-        if stored == tl.float8e4nv:
-            new_key, new_value = rounded_to_fp8(new_key, by_key_scale), rounded_to_fp8(new_value, by_value_scale)
         key_places = tl.broadcast_to(place[None, :], rotated.shape)
-        tl.store(key_places, new_key.to(stored), mask=is_key[:, None] & is_dim[None, :])
-        tl.store(place + BLOCK_SIZE * token_size, new_value.to(stored), mask=is_dim)
+        tl.store(key_places, rotated, mask=is_key[:, None] & is_dim[None, :])
+        tl.store(place + BLOCK_SIZE * token_size, new_value, mask=is_dim)
     return rotated

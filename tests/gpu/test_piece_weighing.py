@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 
 from replicas.kernels.paged_decode import paged_decode
-from replicas.kernels.piece_weighing import weigh_queries
+from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.work_sharing import WorkSharing
 from tests.gpu.paged_case import paged_case
 
@@ -34,7 +34,7 @@ def test_pieces_of_queries_are_weighed_by_their_log_sum_exp(
         shares[rows_at + row] = torch.tensor([row, sum(counts[:row]), count, 0])
     constants = {"HEAD_DIM": dim, "DIM_PADDED": dim, "ROWS_AT": rows_at, "IS_EARLY": False}
     out = torch.zeros(sum(counts), num_heads, dim, device=device)
-    weigh_queries(out, partial, lse, shares.to(device), num_rows, most, constants)
+    weigh_pieces(out, partial, lse, shares.to(device), num_rows, most, constants)
     weights = torch.softmax(lse.view(num_rows, num_pieces, most, num_heads) * math.log(2.0), 1)[..., None]
     whole = (weights * partial.view(num_rows, num_pieces, most, num_heads, dim)).sum(1)
     wanted = torch.cat([whole[row, :count] for row, count in enumerate(counts)])

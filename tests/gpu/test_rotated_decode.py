@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda import rotated_attention
 from replicas.cuda.rotated_attention import attend_rotated, rotates_in_attention
 from replicas.cuda.step import CudaStep, Launches
-from replicas.kernels.paged_decode import room_to_rotate
+from replicas.kernels import paged_decode
+from replicas.kernels.paged_decode import stands_alone
 from replicas.kernels.rotary_heads import HeadNorms
 from replicas.kernels.work_sharing import WorkSharing
 from replicas.stored_numbers import FP8, as_bits, as_stored
@@ -118,14 +119,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["model's numbers", "fp8"])
 @pytest.mark.parametrize("has_norms", [False, True], ids=["no norms", "norms"])
-@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 64), ((8, 2), 128), ((8, 1), 64), ((15, 1), 80)])
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 64), ((8, 2), 128), ((4, 1), 64), ((3, 1), 80)])
 def test_one_kernel_gives_what_two_give(
-    device: torch.device, dtype: torch.dtype, is_fp8: bool, has_norms: bool, heads: tuple[int, int], head_dim: int,
+    device: torch.device, dtype: torch.dtype, has_norms: bool, heads: tuple[int, int], head_dim: int,
     kernels_in_front: list[int], two_kernels: Any,
 ) -> None:  # fmt: skip
-    rows = rows_of(device, dtype, heads, head_dim, has_norms, is_fp8)
+    rows = rows_of(device, dtype, heads, head_dim, has_norms, False)
     assert int(rows.step.shares[4, 3] - rows.step.shares[3, 3]) > 1, "no row lies in several pieces"
     before, of_two = rows.case.kv.clone(), rows.case.kv.clone()
     out = rows.attended(rows.case.kv)
@@ -143,6 +143,29 @@ def test_one_kernel_gives_what_two_give(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["model's numbers", "fp8"])
 @pytest.mark.parametrize("has_norms", [False, True], ids=["no norms", "norms"])
+@pytest.mark.parametrize("heads", [(8, 2), (8, 1)])
+def test_all_that_stands_alone_gives_what_three_kernels_give(
+    device: torch.device, dtype: torch.dtype, is_fp8: bool, has_norms: bool, heads: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Rotated and weighed by themselves, and each by a kernel of its own."""
+    rows = rows_of(device, dtype, heads, 64, has_norms, is_fp8)
+    of_three = rows.case.kv.clone()
+    out = rows.attended(rows.case.kv)
+    weighed = []
+    for place in (paged_decode, rotated_attention):
+        monkeypatch.setattr(place, "stands_alone", lambda *of_step: False)
+    weigh = paged_decode.weigh_pieces
+    monkeypatch.setattr(paged_decode, "weigh_pieces", lambda *given: (weighed.append(len(given)), weigh(*given)))
+    expected_out = rows.attended(of_three)
+    assert len(weighed) == 1
+    assert same(out[REAL], expected_out[REAL])
+    assert same(rows.case.kv, of_three)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["model's numbers", "fp8"])
+@pytest.mark.parametrize("has_norms", [False, True], ids=["no norms", "norms"])
 def test_rows_attend_as_by_definition(
     device: torch.device, dtype: torch.dtype, is_fp8: bool, has_norms: bool, kernels_in_front: list[int]
 ) -> None:
@@ -151,7 +174,7 @@ def test_rows_attend_as_by_definition(
     new_query, new_key, new_value = expected(rows.projected, rows.norms, rows.cos, rows.sin, heads)
     kv, scales = rows.case.kv, rows.scales
     out = rows.attended(kv)
-    assert kernels_in_front == []
+    assert kernels_in_front == [len(LENGTHS)] * is_fp8
     for row, length in enumerate(LENGTHS):
         if not length:
             continue
@@ -183,7 +206,7 @@ def test_beside_a_prompt_rows_are_rotated_in_front_to_the_same_bits(
         step=rows_only(mixed),
     )
     out_mixed, out = mixed.attended(mixed.case.kv), alone.attended(kv)
-    assert kernels_in_front == [num_rows + 3]
+    assert kernels_in_front == [num_rows + 3] + [num_rows] * is_fp8
     assert same(out_mixed[:num_rows][REAL], out[REAL])
     of_rows = [
         (int(mixed.case.table[row, (n - 1) // BLOCK_SIZE]), (n - 1) % BLOCK_SIZE) for row, n in enumerate(LENGTHS) if n
@@ -202,17 +225,17 @@ def rows_only(mixed: Rows) -> CudaStep:
 
 
 def test_which_steps_are_rotated_in_attention() -> None:
-    rows = Launches(5, 12, 64, 0, 0, ())
-    assert rotates_in_attention(rows, 5)
-    assert not rotates_in_attention(replace(rows, num_chunks=1, longest_chunk=3), 8)
-    assert not rotates_in_attention(replace(rows, num_queries=5, most_queries=4, rows_at=40), 5), "drafts"
-    assert not rotates_in_attention(Launches(0, 1, 64, 0, 0, ((0, 2048, 1),)), 2048)
+    rows, of_model = Launches(5, 12, 64, 0, 0, ()), (4, torch.bfloat16)
+    assert rotates_in_attention(rows, 5, *of_model)
+    assert not rotates_in_attention(replace(rows, num_chunks=1, longest_chunk=3), 8, *of_model)
+    assert not rotates_in_attention(replace(rows, num_queries=5, most_queries=4, rows_at=40), 5, *of_model), "drafts"
+    assert not rotates_in_attention(Launches(0, 1, 64, 0, 0, ((0, 2048, 1),)), 2048, *of_model)
+    assert not rotates_in_attention(rows, 5, 8, torch.bfloat16), "heads"
+    assert not rotates_in_attention(rows, 5, 4, FP8)
+    assert [num_rows for num_rows in (1, 64, 65, 256) if stands_alone(num_rows, *of_model)] == [1, 64]
 
 
-def test_heads_that_leave_no_room_for_their_key_are_rotated_in_front(
-    device: torch.device, kernels_in_front: list[int]
-) -> None:
-    assert [group for group in (1, 4, 8, 15, 16, 24, 32) if room_to_rotate(group)] == [1, 4, 8, 15]
+def test_many_heads_of_a_key_are_rotated_in_front(device: torch.device, kernels_in_front: list[int]) -> None:
     rows = rows_of(device, torch.float16, (16, 1), 64, False, False)
     new_query, _, _ = expected(rows.projected, None, rows.cos, rows.sin, rows.heads)
     out = rows.attended(rows.case.kv)
