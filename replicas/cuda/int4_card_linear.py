@@ -46,10 +46,11 @@ def gate_of_int4(
     x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
     group_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """As `product_of_int4`, of an MLP's gate and up, [N] of both: silu(gate) * up [R, N / 2]."""
-    if 0 < len(x) <= MOST_ROWS:
-        return _of_few_rows(x, words, factors, bias, arrived, group_size, is_gated=True)
-    return gated_rows(_of_many_rows(x, words, factors, bias, group_size))
+    """As `product_of_int4`, of an MLP's gate and up, [N] of both: silu(gate) * up [R, N / 2]. Within the product for
+    one row only: of 16 and 64 rows steps of Llama-3.1-8B were 9 and 15 % longer by it (H200)."""
+    if _is_single(x):
+        return int4_gemv(x.contiguous(), words, factors, group_size, bias, is_gated=True)
+    return gated_rows(product_of_int4(x, words, factors, bias, arrived, group_size))
 
 
 def sum_of_int4(
@@ -58,20 +59,24 @@ def sum_of_int4(
 ) -> torch.Tensor:  # fmt: skip
     """As `product_of_int4`; the product, rounded to x's type, is added to onto [R, N]."""
     if 0 < len(x) <= MOST_ROWS:
-        return _of_few_rows(x, words, factors, bias, arrived, group_size, onto=onto.contiguous())
+        return _of_few_rows(x, words, factors, bias, arrived, group_size, onto.contiguous())
     return _of_many_rows(x, words, factors, bias, group_size).add_(onto)
 
 
 def _of_few_rows(
     x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
-    group_size: int, *, onto: torch.Tensor | None = None, is_gated: bool = False,
+    group_size: int, onto: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """onto, is_gated: as in `gemv`."""
+    """onto: as in `gemv`."""
     rows = x.contiguous()
-    if len(x) == 1 and multiplies_right(x.device):
-        return int4_gemv(rows, words, factors, group_size, bias, onto=onto, is_gated=is_gated)
+    if _is_single(x):
+        return int4_gemv(rows, words, factors, group_size, bias, onto=onto)
     tile = int4_tile(len(x), words.shape[1], x.shape[1])
-    return int4_product(rows, words, factors, group_size, bias, tile, arrived, onto=onto, is_gated=is_gated)
+    return int4_product(rows, words, factors, group_size, bias, tile, arrived, onto=onto)
+
+
+def _is_single(x: torch.Tensor) -> bool:
+    return len(x) == 1 and multiplies_right(x.device)
 
 
 def _of_many_rows(

@@ -21,6 +21,7 @@ from replicas.kernels.skinny_product import MOST_ROWS, ProductTile, skinny_produ
 from replicas.layers.linear import PlainLinear, plain_linear
 
 _VERY_MANY_OUTPUTS, _MANY_INPUTS = 16384, 4096
+_MOST_GATED = 16  # rows whose gates are made within the product
 
 
 def tile_of(num_rows: int, num_out: int, num_in: int) -> ProductTile:
@@ -64,14 +65,15 @@ def product_of_rows(
 def gate_of_rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
 ) -> torch.Tensor:
-    """As `product_of_rows`, of an MLP's gate and up, [N] of both: silu(gate) * up [..., N / 2]."""
+    """As `product_of_rows`, of an MLP's gate and up, [N] of both: silu(gate) * up [..., N / 2]. Within the product of
+    few rows: of 64 a step of Llama-3.1-8B was 1 % longer by it (H200)."""
     rows = x.reshape(-1, weight.shape[1]).contiguous()
     if len(rows) == 1:
         out = gemv(rows, weight, bias, is_gated=True)
-    elif 0 < len(rows) <= MOST_ROWS:
+    elif 0 < len(rows) <= _MOST_GATED:
         out = skinny_product(rows, weight, bias, tile_of(len(rows), *weight.shape), arrived, is_gated=True)
     else:
-        out = gated_rows(_of_many_rows(rows, weight, bias))
+        out = gated_rows(product_of_rows(rows, weight, bias, arrived))
     return out.view(*x.shape[:-1], len(weight) // 2)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.int4_numbers import int4_numbers
 from replicas.kernels.int4_words import CHUNK, QUARTER
-from replicas.kernels.parts_of_product import gated_features, of_parts, store_gate, store_product
+from replicas.kernels.parts_of_product import of_parts, store_product
 from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
 
@@ -107,17 +107,15 @@ def _both_added(
 def _product(
     x, weight, factors, bias, onto, out, partial, arrived, num_rows, num_out, num_in, num_chunks, part_chunks, x_stride,
     GROUP_SIZE: tl.constexpr, IS_ONE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
-    IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, part_chunks of them. IS_ONE_GROUP: whether each chunk is within
-    one group. NUM_PRODUCTS: 1, or 2, each of ROWS. IS_GATED: each gate with its up next to it."""
+    one group. NUM_PRODUCTS: 1, or 2, each of ROWS."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
     features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
     is_feature = features < num_out
-    if IS_GATED:
-        features = gated_features(tile, num_out, BLOCK_N)
     begin = part * part_chunks
     end = tl.minimum(begin + part_chunks, num_chunks)
     wait_for_earlier(IS_EARLY)
@@ -135,39 +133,32 @@ def _product(
     if NUM_PRODUCTS == 2:
         both = tl.permute(tl.join(total, tl.trans(other_total)), (0, 2, 1))
         total, rows = tl.reshape(both, (BLOCK_N, 2 * ROWS)), tl.arange(0, 2 * ROWS)
-    if IS_GATED:
-        store_gate(
-            total, bias, out, partial, arrived, tile, part, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, BLOCK_N,
-            NUM_PRODUCTS * ROWS, IS_COMPILED,
-        )  # fmt: skip
-    else:
-        store_product(
-            total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, onto
-        )
+    store_product(
+        total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, onto
+    )
 
 
 def int4_product(
     x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor, group_size: int, bias: torch.Tensor | None,
-    tile: ProductTile, arrived: torch.Tensor, *, onto: torch.Tensor | None = None, is_gated: bool = False,
+    tile: ProductTile, arrived: torch.Tensor, *, onto: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x [R <= 64, K] times a matrix [N, K] transposed, plus bias [N]: [R, N] in x's type, which is of 16 bits.
 
     weight: `words_of` it; factors: `group_factors` of its scales and zeros; group_size: a multiple of 32; tile.block_k
-    is a chunk, whatever it says. All contiguous. Sums in float32. arrived, onto, is_gated and the rest as in
-    `skinny_product`.
+    is a chunk, whatever it says. All contiguous. Sums in float32. arrived, onto and the rest as in `skinny_product`.
     """
     num_rows, num_in = x.shape
     num_chunks, num_out, _ = weight.shape
     rows = max(_FEWEST_ROWS, triton.next_power_of_2(num_rows))
     is_early = launches_early(x.device)
-    out = torch.empty(num_rows, num_out // 2 if is_gated else num_out, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     partial = of_parts(tile.num_parts, num_rows, num_out, x.device)
     _product[(triton.cdiv(num_out, tile.block_n) * tile.num_parts,)](
         x, weight, factors, factors if bias is None else bias, onto, out, partial, arrived, num_rows, num_out, num_in,
         num_chunks, triton.cdiv(num_chunks, tile.num_parts), x.stride(0), GROUP_SIZE=group_size,
         IS_ONE_GROUP=group_size % CHUNK == 0, HAS_BIAS=bias is not None, ROWS=min(rows, _MOST_ROWS),
         NUM_PRODUCTS=triton.cdiv(rows, _MOST_ROWS), BLOCK_N=tile.block_n, NUM_PARTS=tile.num_parts,
-        IS_GATED=is_gated, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
+        IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
         IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip

@@ -31,13 +31,17 @@ def numbers(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.d
 
 def check(product: Product, num_rows: int, num_out: int, dtype: torch.dtype, device: torch.device) -> None:
     """Both of what is made within a product, beside what is made behind it."""
-    plain = product()
     gates = product(is_gated=True).view(num_rows, -1)
-    rows = plain.view(num_rows, num_out)
+    rows = product().view(num_rows, num_out)
     assert gates.dtype is dtype
     assert torch.equal(gates, gated_rows(rows)), "bit for bit the same kernel's gate of the product"
     gate, up = rows.double().cpu().chunk(2, 1)
     assert relative_error(gates, F.silu(gate) * up) < TOLERANCE[dtype]
+    check_sum(product, num_rows, num_out, dtype, device)
+
+
+def check_sum(product: Product, num_rows: int, num_out: int, dtype: torch.dtype, device: torch.device) -> None:
+    rows = product().view(num_rows, num_out)
     onto = (100 * torch.randn(num_rows, num_out)).to(dtype).to(device)
     given = onto.clone()
     assert torch.equal(product(onto=onto).view(num_rows, num_out), onto + rows)
@@ -137,5 +141,5 @@ def test_of_few_rows_of_4_bits(
     def product(**named: Any) -> torch.Tensor:
         return int4_product(x, *weights, group_size, bias, tile, arrived, **named)
 
-    check(product, num_rows, num_out, dtype, device)
+    check_sum(product, num_rows, num_out, dtype, device)
     assert not arrived.any()
