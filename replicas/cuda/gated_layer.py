@@ -1,4 +1,5 @@
-"""A decoder layer whose MLP's gate, and the sum behind its MLP, are made within the products; CUDA only.
+"""A decoder layer whose MLP's gate, and the sum behind its MLP, are made by who makes the products: within those of few
+rows; CUDA only.
 
 Of weights of 16 bits and of 4, whose inputs are not rounded: else the compiler makes a kernel of either, of some
 microseconds each, which in a decode step are mostly the way there. Norms and the sum behind attention stay the
@@ -58,8 +59,7 @@ def _gate_of(product: torch.Tensor) -> torch.Tensor:
 
 
 def gated_layer(module: nn.Module) -> GatedLayer | None:
-    """With the parts of a decoder layer that is known to the letter, once these are the card's. None for any other, and
-    for an MLP with biases."""
+    """With the parts of a decoder layer that is known to the letter, once these are the card's. None for any other."""
     linears = linears_of(module)
     if linears is None or not all(map(_is_gating, (linears.gate_up, linears.down))):
         return None
@@ -67,4 +67,4 @@ def gated_layer(module: nn.Module) -> GatedLayer | None:
 
 
 def _is_gating(linear: nn.Module | None) -> bool:
-    return isinstance(linear, SkinnyLinear | Int4CardLinear) and linear.bias is None
+    return isinstance(linear, SkinnyLinear | Int4CardLinear)

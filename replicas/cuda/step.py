@@ -35,8 +35,8 @@ class CudaStep(NamedTuple):
     block_table: int64 [num_slots + 1, max_blocks]. places: int32 [2 * num_tokens], the tokens' slots, then their
     positions, -1 for padding: one tensor, since a compiled layer is compiled anew for a view that begins elsewhere.
     chunks: int32 [n >= 2, 3], the chunks over the pool: first token, length, position. shares: int32 [n, 4], which
-    programs attend over which keys of the rows; and what rows with drafts are. layout: int64 on the host, as `Launches`
-    packs it.
+    programs attend over which keys of the rows, and what rows with drafts are; attention counts in it, a layer behind
+    the other. layout: int64 on the host, as `Launches` packs it.
     """
 
     block_table: torch.Tensor

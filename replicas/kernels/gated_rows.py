@@ -1,4 +1,4 @@
-"""An MLP's gate and up made one, silu(gate) * up, of any number of rows: what products of many rows leave behind.
+"""An MLP's gate and up made one, silu(gate) * up, of any number of rows: where their product does not.
 
 It only reads and writes: each thread has eight numbers of both on their way.
 """

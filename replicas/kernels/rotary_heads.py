@@ -56,8 +56,8 @@ def rotated_heads(
 ):  # fmt: skip
     """-> a token's heads as they are given, and rotated: both [heads, dims], of the given type. Computes in float32.
 
-    rows: pointers to HEADS_AT_ONCE heads, [heads, 1]; mask: [heads, dims], of what there is; cos, sin: pointers to the
-    token's; is_query: [heads], which have the norm of queries, others that of keys.
+    rows: pointers to heads, [heads, 1], as many in either kernel; mask: [heads, dims], of what there is; cos, sin:
+    pointers to the token's; is_query: [heads], which have the norm of queries, others that of keys.
     """
     half: tl.constexpr = HEAD_DIM // 2
     is_first = (dims < half)[None, :]

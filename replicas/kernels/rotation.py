@@ -1,7 +1,7 @@
 """Between the projections and attention: norms of the heads, rotary positions, k and v into the pool; one kernel.
 
 A compiler makes two to four kernels of it, and slow ones of norms over 128 numbers: 45 us a layer for 2,048 tokens of
-Qwen3-0.6B; reading and writing take 8. Where a step has nothing but rows of one token, `paged_decode` does all of this.
+Qwen3-0.6B; reading and writing take 8. Where `paged_decode` stands alone, it does all of this.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def rotate_row(
     q_rows: pointers to the queries, [members, 1]; is_member: [members], the first GROUP, behind which the product has a
     row that holds no query: the key is rotated there, by what rotates queries anyway. token: the row's, of the step.
     """
+    tl.static_assert(GROUP < MEMBERS_PADDED, "no row of the product is left for the key")
     # All that is read is asked for before the first of it is waited for.
     token_size: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     place = token_place(kv, row_table, position, kv_stride_block, token_size, BLOCK_SIZE) + head * HEAD_DIM + dims

@@ -72,10 +72,15 @@ ROWS = [1, 2, 33, 70]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("has_biases", [False, True], ids=["no biases", "biases"])
 @torch.inference_mode()
-def test_computes_what_the_layer_does(kind: str, num_rows: int, device: torch.device) -> None:
+def test_computes_what_the_layer_does(kind: str, num_rows: int, has_biases: bool, device: torch.device) -> None:
     """Transformers' own, whose sums and gate are torch's."""
-    model = model_of(kind, device)
+    model = model_of(kind, device, mlp_bias=has_biases)
+    for linear in (model.model.layers[0].mlp.gate_proj.joined.linear, model.model.layers[0].mlp.down_proj):
+        assert (linear.bias is not None) == has_biases
+        if has_biases:
+            linear.bias.data.normal_()
     layer = model.model.layers[0]
     x, given = inputs_of(model, num_rows, device)
     wanted = layer(x, **given)
@@ -193,7 +198,6 @@ def test_a_part_of_a_card_has_its_own_product_of_many_rows(
     ("config_class", "changes"),
     [
         ("LlamaConfig", {"hidden_act": "gelu"}),
-        ("LlamaConfig", {"mlp_bias": True}),
         ("MistralConfig", {"sliding_window": 16}),  # its attention stays transformers'
         ("Olmo2Config", {}),  # norms elsewhere
     ],
