@@ -73,7 +73,9 @@ def compare_layers(model: nn.Module, dtype: torch.dtype) -> Iterator[ComparedLay
     """Each quantised layer that a device has an own product for, by each number of rows; and what other layers have
     made within that product. Needs memory for a few hundred megabytes of numbers at a time, whatever the layer's size.
     """
-    makers = [module for module in model.modules() if issubclass(type(module), MakesFurtherProducts)]
+    # By its class: what wraps a layer may pass all of its names on.
+    are_makers = (module for module in model.modules() if hasattr(type(module), "further_products"))
+    makers = [module for module in are_makers if isinstance(module, MakesFurtherProducts)]
     made = [further for maker in makers for further in maker.further_products()]
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantisedLinear) or type(layer) is QuantisedLinear:
