@@ -27,7 +27,7 @@ from replicas.model.layer_check import check_layers, compare_layers
 from replicas.model_support import UnsupportedModel
 from tests.engines.random_model import tiny_config
 from tests.gpu.paged_case import TOLERANCE, relative_error
-from tests.gpu.test_rounded_layer import DTYPE, SCHEMES, PlainAttention, quantised
+from tests.gpu.test_rounded_layer import DTYPE, SCHEMES, UNKNOWN_LAYERS, PlainAttention, quantised
 
 pytestmark = pytest.mark.interpreted
 
@@ -194,14 +194,7 @@ def test_a_part_of_a_card_has_its_own_product_of_many_rows(
     assert len(asked) == 4
 
 
-@pytest.mark.parametrize(
-    ("config_class", "changes"),
-    [
-        ("LlamaConfig", {"hidden_act": "gelu"}),
-        ("MistralConfig", {"sliding_window": 16}),  # its attention stays transformers'
-        ("Olmo2Config", {}),  # norms elsewhere
-    ],
-)
+@pytest.mark.parametrize(("config_class", "changes"), UNKNOWN_LAYERS)
 def test_layers_that_are_not_known_are_left_alone(
     config_class: str, changes: dict[str, Any], device: torch.device
 ) -> None:

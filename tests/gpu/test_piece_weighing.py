@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 
-from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_decode import paged_decode, stands_alone
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.work_sharing import WorkSharing
 from tests.gpu.paged_case import paged_case
@@ -69,3 +69,30 @@ def test_layers_of_a_step_count_in_the_same_place(heads: tuple[int, int], device
         assert not counts.any()
     assert [bool(row.isnan().any()) for row in outs[0]] == [n == 0 for n in lengths]
     assert all(torch.equal(out.nan_to_num(), outs[0].nan_to_num()) for out in outs[1:])
+
+
+def test_a_row_has_the_same_bits_beside_so_many_others_that_its_pieces_are_weighed_elsewhere(
+    device: torch.device,
+) -> None:
+    """By the last of them, and with one row more by a kernel behind them."""
+    lengths, dim = [200] + [1] * 64, 32
+    case = paged_case(lengths, 1, dim, torch.float32, device, written=[n - 1 for n in lengths])
+    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
+    slots = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    sharing = replace(WorkSharing.of(1, dim, torch.float32, 132, len(lengths)), num_resident=100)
+    torch.manual_seed(3)
+    query = torch.randn(len(lengths), 2, dim, device=device)
+    new = [torch.randn(len(lengths), 1, dim, device=device) for _ in "kv"]
+    outs = []
+    for count in (64, 65):
+        shares = sharing.share_out(positions[:count])
+        assert int(shares[1, 3]) == 7, "the first row's pieces"
+        out = torch.full_like(query[:count], torch.nan)
+        paged_decode(
+            query[:count], new[0][:count], new[1][:count], case.kv, case.table, slots[:count], positions[:count],
+            shares, sharing.most_pieces(count), sharing.tile_len(count), dim**-0.5, out,
+        )  # fmt: skip
+        assert not out.isnan().any()
+        outs.append(out)
+    assert [stands_alone(count, 2, torch.float32) for count in (64, 65)] == [True, False]
+    assert torch.equal(outs[0], outs[1][:64])

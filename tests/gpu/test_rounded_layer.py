@@ -177,14 +177,14 @@ def test_products_that_round_otherwise_are_left_alone(kind: str, device: torch.d
     assert with_rounded_layers(model) == 0
 
 
-@pytest.mark.parametrize(
-    ("config_class", "changes"),
-    [
-        ("LlamaConfig", {"hidden_act": "gelu"}),
-        ("MistralConfig", {"sliding_window": 16}),  # its attention stays transformers'
-        ("Olmo2Config", {}),  # norms elsewhere
-    ],
-)
+UNKNOWN_LAYERS: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaConfig", {"hidden_act": "gelu"}),
+    ("MistralConfig", {"sliding_window": 16}),  # its attention stays transformers'
+    ("Olmo2Config", {}),  # norms elsewhere
+]
+
+
+@pytest.mark.parametrize(("config_class", "changes"), UNKNOWN_LAYERS)
 def test_layers_that_are_not_known_are_left_alone(
     config_class: str, changes: dict[str, Any], device: torch.device
 ) -> None:

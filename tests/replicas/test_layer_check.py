@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,31 @@ def test_what_a_layer_makes_of_anothers_product_is_compared_too(
     sums = [one for one in compared if one.name == f"{names[-1]}, its sum"]
     assert [one.num_rows for one in sums] == [1, 35, 64, 100]
     assert [one.is_right for one in sums] == [True, True, True, not fault]
+    assert len(compared) == 4 * (len(names) + 1)
+
+
+class Tap(torch.nn.Module):
+    """Passes all of a layer's names on, as what looks at layers' inputs does."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+def test_what_a_wrapped_layer_makes_is_compared_once(load: Callable[..., LoadedModel]) -> None:
+    loaded = load("int4")
+    names = on_a_device(loaded, {})
+    tap = Tap(Maker(loaded.model.get_submodule(names[-1]), False))
+    assert tap.further_products()[0].name == "sum"
+    loaded.model.add_module("tap", tap)
+    compared = [one.name for one in compare_layers(loaded.model, loaded.dtype)]
+    assert compared.count(f"{names[-1]}, its sum") == 4
     assert len(compared) == 4 * (len(names) + 1)
 
 
