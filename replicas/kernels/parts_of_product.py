@@ -37,7 +37,7 @@ def store_product(
     if NUM_PARTS > 1:
         part_size = num_rows.to(tl.int64) * num_out
         tl.store(partial + part * part_size + places, total, mask=mask)
-        is_last = _is_last(arrived, tile, NUM_PARTS)
+        is_last = is_last_to_arrive(arrived + tile, NUM_PARTS)
         if is_last:
             tl.debug_barrier()
             total = tl.zeros_like(total)
@@ -70,7 +70,7 @@ def store_gate(
         part_size = num_rows.to(tl.int64) * num_out
         tl.store(places + part * part_size, gate, mask=mask)
         tl.store(places + part * part_size + num_gates, up, mask=mask)
-        is_last = _is_last(arrived, tile, NUM_PARTS)
+        is_last = is_last_to_arrive(arrived + tile, NUM_PARTS)
         if is_last:
             tl.debug_barrier()
             gate, up = tl.zeros_like(gate), tl.zeros_like(up)
@@ -96,7 +96,8 @@ def gated_features(tile, num_out, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _is_last(arrived, tile, NUM_PARTS: tl.constexpr):
-    """Whether all other parts of a tile are there. Counts this one, all of whose numbers are."""
+def is_last_to_arrive(place, num_parts):
+    """Whether all other programs of so many have counted themselves at this place. Counts this one, all of whose
+    numbers are stored then."""
     tl.debug_barrier()  # of the whole program, before it says so
-    return tl.atomic_add(arrived + tile, 1, sem="acq_rel") == NUM_PARTS - 1
+    return tl.atomic_add(place, 1, sem="acq_rel") == num_parts - 1

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import wait_for_earlier
+from replicas.kernels.parts_of_product import is_last_to_arrive
 from replicas.kernels.work_sharing import count_places
 
 _WEIGHING_ROWS = 64
@@ -83,9 +84,8 @@ def weigh_if_last(
     """By each program that has stored what its piece gives, of pieces first to end - 1 of a row and a KV head: where
     there are several, the last one of them writes the row's output. Counts are zeros before and afterwards."""
     if end > first + 1:
-        tl.debug_barrier()  # all of the program's numbers are there before it says so
         place = count_places(shares, num_numbers, row, head, NUM_KV_HEADS)
-        if tl.atomic_add(place, 1, sem="acq_rel") == end - first - 1:
+        if is_last_to_arrive(place, end - first):
             tl.debug_barrier()
             members = tl.arange(0, GROUP_PADDED)
             is_head = members < GROUP
