@@ -20,6 +20,7 @@ from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
 from benchmarks.gpu.quantised_pieces import PRODUCTS
 from benchmarks.gpu.side_by_side import VLLM_ENVIRONMENT
 from benchmarks.gpu.speculative_pieces import PIECES as SPECULATIVE
+from benchmarks.gpu.step_kernels import PIECES as KERNELS
 from benchmarks.gpu.vllm_servers import own_vllm_cache
 
 _ROOT = Path(__file__).parents[2]
@@ -50,7 +51,14 @@ ALONE = {
     "vllm-fp8-kv": 125.0,
     "vllm-awq": 120.0,
     "fp8-wide": 40.0,
-    "rotated-apart": 50.0,
+    "alone-70b": 60.0,
+    "alone-fp8-kv": 50.0,
+    "alone-bf16": 40.0,
+    "kernels-bf16": 55.0,
+    "kernels-fp8": 40.0,
+    "kernels-fp8-kv": 40.0,
+    "kernels-int4": 40.0,
+    "kernels-70b": 60.0,
     "speculative-plain": 190.0,
     "speculative": 225.0,
     "speculative-oracle": 175.0,
@@ -110,6 +118,7 @@ def run_child(name: str, options: argparse.Namespace, log: Path, timeout_s: floa
     module = "quantised_pieces" if name in (*QUANTISED, PRODUCTS) else "card_pieces"
     module = "speculative_pieces" if name in SPECULATIVE else module
     module = "few_bits_trials" if name in TRIALS else module
+    module = "step_kernels" if name in KERNELS else module
     command = [sys.executable, "-m", f"benchmarks.gpu.{module}", name, "--shape", str(shape_of(options))]
     command += ["--tokenizer", str(options.tokenizer)]
     command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]

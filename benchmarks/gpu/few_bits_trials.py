@@ -7,14 +7,10 @@ line of all figures so far after each of them; all other output goes to standard
 from __future__ import annotations
 
 import argparse
-import gc
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -22,16 +18,15 @@ import torch
 
 from benchmarks.engine.step_plans import set_up
 from benchmarks.gpu.piece_command import piece_options
-from benchmarks.gpu.quantised_pieces import Teller
-from benchmarks.gpu.shape_folder import make_shape_folder
+from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
+from benchmarks.gpu.quantised_pieces import Piece, Teller
+from benchmarks.gpu.step_model import CONTEXT, make_runner_of
 from benchmarks.gpu.step_times import GREEDY, decode_ms
-from replicas.settings import ModelSettings
 
 if TYPE_CHECKING:
     from benchmarks.gpu.steps_runner import StepsRunner
     from replicas.kernels.skinny_product import ProductTile
 
-BATCHES, CONTEXT = (1, 16, 64), 1073
 _REPEATS = 40
 
 Figures = dict[str, Any]
@@ -40,11 +35,16 @@ Change = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """quantise: as `model.quantise`, a model each. ways: of what is on, in this order: each is within whose change its
-    graphs are captured. The first is off."""
+    """of: a piece's name, whose model it is. ways: of what is on, in this order: each is within whose change its graphs
+    are captured. The first is off."""
 
-    quantise: tuple[str, ...]
+    of: str
     ways: Mapping[str, Change]
+    batches: tuple[int, ...] = (1, 16, 64)
+
+    @property
+    def piece(self) -> Piece:
+        return QUANTISED[self.of]
 
 
 @contextmanager
@@ -68,34 +68,28 @@ def _fp8_of_512_inputs() -> Iterator[None]:
 
 
 @contextmanager
-def _rotated_apart() -> Iterator[None]:
-    """By a kernel of its own, as beside prompts."""
+def _alone() -> Iterator[None]:
+    """Attention rotates its rows and weighs their pieces, whatever the number of rows, the pool and its heads are."""
     from replicas.cuda import rotated_attention
+    from replicas.kernels import paged_decode
 
-    with patch.object(rotated_attention, "rotates_in_attention", lambda *of_step: False):
+    with (
+        patch.object(paged_decode, "stands_alone", lambda *of_step: True),
+        patch.object(rotated_attention, "stands_alone", lambda *of_step: True),
+    ):
         yield
 
 
+def _tried(name: str, change: Change) -> dict[str, Change]:
+    return {"off": as_shipped, name: change, "off again": as_shipped}
+
+
 PIECES = {
-    "rotated-apart": Trial(("fp8",), {"off": as_shipped, "apart": _rotated_apart, "off again": as_shipped}),
-    "fp8-wide": Trial(("fp8",), {"off": as_shipped, "512 inputs": _fp8_of_512_inputs, "off again": as_shipped}),
+    "alone-70b": Trial("steps-70b", _tried("alone", _alone), (1, 16)),
+    "alone-fp8-kv": Trial("steps-fp8-kv", _tried("alone", _alone), (1, 16, 64, 256)),
+    "alone-bf16": Trial("steps-bf16", _tried("alone", _alone), (128, 256)),
+    "fp8-wide": Trial("steps-fp8", _tried("512 inputs", _fp8_of_512_inputs)),
 }
-
-
-def make_runner(folder: Path, dtype: str, device: torch.device, quantise: str, most_rows: int) -> StepsRunner:
-    """Layers compiled, no graphs. Its pool has room for the rows, and numbers in it. Blocks."""
-    from benchmarks.gpu.steps_runner import StepsRunner
-    from replicas.kv.kv_pool import KvPool
-    from replicas.model.model_loader import load_model
-
-    most_tokens = CONTEXT + 16
-    loaded = load_model(ModelSettings(str(folder), str(folder), dtype, most_tokens, "dummy", False, quantise), device)
-    pool = KvPool(loaded.kv_layout(16), most_rows * -(-most_tokens // 16), device)
-    torch.manual_seed(1)
-    pool.tensor.normal_()
-    runner = StepsRunner(loaded, pool, most_rows, most_tokens)
-    runner.compile_layers()
-    return runner
 
 
 @torch.inference_mode()
@@ -117,20 +111,10 @@ def steps_of_ways(
 
 def measure(trial: Trial, options: argparse.Namespace, tell: Callable[[Figures], None]) -> None:
     """Blocks for a minute."""
-    for quantise in trial.quantise:
-        started_s = time.perf_counter()
-        with tempfile.TemporaryDirectory() as name:
-            folder = make_shape_folder(options.shape, Path(name))
-            runner = make_runner(folder, options.dtype, torch.device(options.device), quantise, max(BATCHES))
-        tell({f"{quantise}, start_s": round(time.perf_counter() - started_s, 1)})
-        steps_of_ways(runner, trial.ways, BATCHES, partial(_tell_of, tell, quantise))
-        del runner
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _tell_of(tell: Callable[[Figures], None], quantise: str, more: Figures) -> None:
-    tell({f"{quantise}, {name}": figure for name, figure in more.items()})
+    started_s = time.perf_counter()
+    runner = make_runner_of(trial.piece, options, max(trial.batches))
+    tell({"start_s": round(time.perf_counter() - started_s, 1)})
+    steps_of_ways(runner, trial.ways, trial.batches, tell)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
+from replicas.kernels.dependent_launch import launches_early, let_next_in, wait_for_earlier
 from replicas.kernels.gate import gated, shortened
 from replicas.kernels.pool_numbers import is_compiled
 
@@ -21,13 +21,14 @@ def _gated_rows(
     x, out, num_out, num_blocks, x_stride, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr
 ) -> None:
     """A block of a row's outputs."""
-    wait_for_earlier(IS_EARLY)
+    wait_for_earlier(IS_EARLY, LETS_IN=False)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     outputs = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     is_output = outputs < num_out
     start = x + row * x_stride + outputs
     gate = tl.load(start, mask=is_output, other=0.0).to(tl.float32)
     up = tl.load(start + num_out, mask=is_output, other=0.0).to(tl.float32)
+    let_next_in(IS_EARLY)
     numbers = shortened(gated(gate, up, IS_COMPILED), out.dtype.element_ty, IS_COMPILED)
     tl.store(out + row * num_out + outputs, numbers, mask=is_output)
 

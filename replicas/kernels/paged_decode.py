@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
+from replicas.kernels.dependent_launch import launches_early, let_next_in, wait_for_earlier
 from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_attention import attend_keys
 from replicas.kernels.piece_weighing import store_piece, weigh_if_last, weigh_pieces
@@ -57,12 +57,13 @@ def _attend_piece(
     QUERIES_AT_ONCE: tl.constexpr, QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, ROTATES: tl.constexpr,
-    HAS_NORMS: tl.constexpr, WEIGHS: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_NORMS: tl.constexpr, WEIGHS: tl.constexpr, IS_EARLY: tl.constexpr, LETS_IN: tl.constexpr,
 ) -> None:  # fmt: skip
     """IS_PAIRED: numbers of the pool are read two in a word, the even dimensions apart from the odd ones. num_numbers:
     of shares. ROTATES: queries, keys and values are those of the projection. WEIGHS: the last one of a row's pieces
-    weighs them; else a kernel behind this one does."""
-    wait_for_earlier(IS_EARLY)
+    weighs them; else a kernel behind this one does. LETS_IN: the next kernel at the beginning, whose programs take
+    little room, or read weights before they wait; else at the end."""
+    wait_for_earlier(IS_EARLY, LETS_IN)
     piece, head, first_query = _place_of_program(NUM_KV_HEADS, QUERIES, QUERIES_AT_ONCE)
     row, start, end, first_token, count = _piece_span(shares, piece, first_query, QUERIES, ROWS_AT, BLOCK_N)
     if start < end:
@@ -98,6 +99,8 @@ def _attend_piece(
             head, start, end, scale_log2, QUERIES, MEMBERS_PADDED, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, BLOCK_SIZE,
             BLOCK_N, PRECISION, IS_COMPILED, IS_PAIRED,
         )  # fmt: skip
+        if not LETS_IN:
+            let_next_in(IS_EARLY)
         store_piece(
             out, partial, lse, result, largest, total, piece, query_of, token_of, heads, is_member, dims, is_dim,
             start, is_last, QUERIES, NUM_KV_HEADS * GROUP, HEAD_DIM,
@@ -259,8 +262,8 @@ def paged_decode(
         words.stride(0), table.stride(0), shares.numel(), *(rotation.arguments() if rotation else [None] * 5),
         NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee",
         IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired, ROTATES=rotation is not None,
-        HAS_NORMS=bool(rotation and rotation.norms), WEIGHS=weighs, num_warps=num_warps, num_stages=num_stages, **sizes,
-        **constants,
+        HAS_NORMS=bool(rotation and rotation.norms), WEIGHS=weighs, LETS_IN=not weighs or len(query) == 1,
+        num_warps=num_warps, num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     if not weighs:
         weigh_pieces(out, partial, lse, shares, rows.num_rows if rows else len(query), num_queries, constants)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from benchmarks.gpu import few_bits_trials
+from benchmarks.gpu import few_bits_trials, step_model
 from benchmarks.gpu.campaign_alone import ALONE
-from benchmarks.gpu.few_bits_trials import PIECES, make_runner, steps_of_ways
+from benchmarks.gpu.few_bits_trials import PIECES, steps_of_ways
+from benchmarks.gpu.step_model import make_runner
 from benchmarks.gpu.steps_runner import StepsRunner
 from replicas.cuda import quantised_card_linear
 from tests.gpu.test_cuda_runner import CONFIG, card  # noqa: F401 - a fixture
@@ -31,7 +32,8 @@ def test_each_trial_is_a_piece_and_begins_and_ends_as_shipped() -> None:
 def test_every_way_gives_the_same_logits(
     name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_bits_trials, "CONTEXT", 40)
+    for module in (few_bits_trials, step_model):
+        monkeypatch.setattr(module, "CONTEXT", 40)
     timed: list[int] = []
 
     def decode_ms(runner: Any, batch: int, *others: Any) -> float:
@@ -44,16 +46,15 @@ def test_every_way_gives_the_same_logits(
     config = CONFIG | {"intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(config))
     trial = PIECES[name]
-    for quantise in trial.quantise:
-        found: dict[str, Any] = {}
-        runner = make_runner(tmp_path, "float16", device, quantise, 2)
-        steps_of_ways(runner, trial.ways, (2,), found.update)
-        assert list(found) == [f"{way}, 2 rows" for way in trial.ways]
-        assert all(times == 1.5 and difference == 0.0 for times, difference in found.values())
-        logits = runner.logits(few_bits_trials.set_up(2, 40, 16))
-        assert logits.shape == (2, config["vocab_size"])
-        assert logits.std() > 0
-    assert timed == [2] * len(trial.ways) * len(trial.quantise)
+    found: dict[str, Any] = {}
+    runner = make_runner(tmp_path, "float16", device, trial.piece, 2)
+    steps_of_ways(runner, trial.ways, (2,), found.update)
+    assert list(found) == [f"{way}, 2 rows" for way in trial.ways]
+    assert all(times == 1.5 and difference == 0.0 for times, difference in found.values())
+    logits = runner.logits(few_bits_trials.set_up(2, 40, 16))
+    assert logits.shape == (2, config["vocab_size"])
+    assert logits.std() > 0
+    assert timed == [2] * len(trial.ways)
 
 
 def test_each_trials_tiles_are_others_than_those_that_ship() -> None:
