@@ -67,28 +67,8 @@ def _fp8_of_512_inputs() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Attention rotates its rows and weighs their pieces, whatever the number of rows, the pool and its heads are."""
-    from replicas.cuda import rotated_attention
-    from replicas.kernels import paged_decode
-
-    with (
-        patch.object(paged_decode, "stands_alone", lambda *of_step: True),
-        patch.object(rotated_attention, "stands_alone", lambda *of_step: True),
-    ):
-        yield
-
-
-def _tried(name: str, change: Change) -> dict[str, Change]:
-    return {"off": as_shipped, name: change, "off again": as_shipped}
-
-
 PIECES = {
-    "alone-70b": Trial("steps-70b", _tried("alone", _alone), (1, 16)),
-    "alone-fp8-kv": Trial("steps-fp8-kv", _tried("alone", _alone), (1, 16, 64, 256)),
-    "alone-bf16": Trial("steps-bf16", _tried("alone", _alone), (128, 256)),
-    "fp8-wide": Trial("steps-fp8", _tried("512 inputs", _fp8_of_512_inputs)),
+    "fp8-wide": Trial("steps-fp8", {"off": as_shipped, "512 inputs": _fp8_of_512_inputs, "off again": as_shipped}),
 }
 
 

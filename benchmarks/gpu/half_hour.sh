@@ -16,7 +16,7 @@ case $1 in
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site
         tests='tests/gpu/test_rotated_decode.py tests/gpu/test_piece_weighing.py tests/gpu/test_gated_products.py'
         tests="$tests tests/gpu/test_gated_layer.py tests/gpu/test_int4_gemv.py tests/gpu/test_speculative_runner.py"
-        pieces='steps-bf16,steps-int4,steps-fp8,steps-fp8-kv,rotated-apart,steps-70b' # 4 x 65 + 35 + 65 s
+        pieces='steps-bf16,steps-int4,steps-fp8,steps-fp8-kv,kernels-int4,steps-70b' # 4 x 65 + 40 + 65 s
         on_cards 570 \
             "0 150 python3 -m pytest -q -n 14 $tests" \
             "0 410 $campaign --only $pieces --state /tmp/0.jsonl --out \$OUT/0"

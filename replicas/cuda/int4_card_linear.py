@@ -48,8 +48,7 @@ def gate_of_int4(
     group_size: int,
 ) -> torch.Tensor:  # fmt: skip
     """As `product_of_int4`, of an MLP's gate and up, [N] of both: silu(gate) * up [R, N / 2]. Within the product for
-    one row only: of 16 and 64 it lost some 9 and 15 % of a step of Llama-3.1-8B, as reckoned from steps that had more
-    changed (H200)."""
+    one row only: with more it lost, when products still crowded (`dependent_launch`), and was not tried again."""
     if _is_single(x):
         return int4_gemv(x.contiguous(), words, factors, group_size, bias, is_gated=True)
     return gated_rows(product_of_int4(x, words, factors, bias, arrived, group_size))

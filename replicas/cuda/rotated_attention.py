@@ -57,7 +57,7 @@ def rotates_in_attention(launches: Launches, num_tokens: int, group: int, stored
     `stands_alone`: one less of a decode step's short kernels. What else a step may have is attended by kernels that
     read keys as they are stored."""
     is_of_rows = launches.num_rows == num_tokens and not launches.num_queries
-    return is_of_rows and stands_alone(num_tokens, group, stored)
+    return is_of_rows and stands_alone(group, stored)
 
 
 def _shape_of_attended(projected: torch.Tensor, kv: torch.Tensor, *others: object) -> torch.Tensor:

@@ -33,7 +33,7 @@ from replicas.stored_numbers import FP8
 _LOG2_E = 1.4426950408889634
 # Rows of one product. With 64 the compiler takes another instruction, whose sums are others than those of 16 and of 32.
 _MOST_MEMBERS = 32
-_MOST_ALONE, _MOST_HEADS_ALONE = 64, 4
+_MOST_HEADS_ALONE = 4
 _FEWEST_PAIRED = 32  # dimensions of a head: a product of the matrix units has 16 at least
 
 
@@ -236,7 +236,7 @@ def paged_decode(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv.shape[3], kv.shape[2]
     num_queries = rows.most if rows else 1
-    weighs = num_queries == 1 and stands_alone(len(query), num_heads // num_kv_heads, kv.dtype)
+    weighs = num_queries == 1 and stands_alone(num_heads // num_kv_heads, kv.dtype)
     if rotation:
         refuse_partial(rotation.cos, len(query), head_dim)
         assert weighs, "rows that are rotated apart"
@@ -286,12 +286,12 @@ def query_sizes(group: int, num_queries: int) -> dict[str, int]:
     }
 
 
-def stands_alone(num_rows: int, group: int, stored: torch.dtype) -> bool:
+def stands_alone(group: int, stored: torch.dtype) -> bool:
     """Whether what attends for rows of one query, over a pool of this type, also rotates them and weighs their pieces:
     one kernel instead of three. group: heads of a KV head.
 
     On an H200 a step of 1, 16 and 64 rows of Llama-3.1-8B in fp8, over a pool of bfloat16, is 2, 4 and 5.5 % shorter by
-    it. 256 rows lost (bf16: 8 %, with gates within products), a pool of FP8 (20 % with 256 rows), and perhaps eight
-    heads of a KV head (Llama-3.1-70B: 1 to 2 %, on another card): there it is three kernels.
+    it, one of 128 and 256 rows in bfloat16 1.0 and 1.5 %. More were not measured. With eight heads of a KV head it
+    lost (Llama-3.1-70B: 0.3 and 1.5 % at 1 and 16 rows); what reads a pool of FP8 in pairs does not rotate.
     """
-    return num_rows <= _MOST_ALONE and group <= _MOST_HEADS_ALONE and stored is not FP8
+    return group <= _MOST_HEADS_ALONE and stored is not FP8

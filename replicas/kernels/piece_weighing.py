@@ -1,7 +1,7 @@
 """What pieces of a row's context give, stored, and weighed by their log-sum-exp: what `paged_decode` ends with.
 
-By the last program of a row's pieces to have ended, where `paged_decode` is of few rows of one query, for which a
-kernel of its own takes as long again as two of its loads; else by that kernel, since they would wait for each other.
+By the last program of a row's pieces to have ended, where `paged_decode` `stands_alone`: a kernel of its own takes as
+long again as two of its loads. Else by that kernel, the same numbers in the same order.
 """
 
 from __future__ import annotations

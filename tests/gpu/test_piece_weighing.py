@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 
-from replicas.kernels.paged_decode import paged_decode, stands_alone
+from replicas.kernels import paged_decode as paged_decode_module
+from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.work_sharing import WorkSharing
 from tests.gpu.paged_case import paged_case
@@ -71,28 +72,34 @@ def test_layers_of_a_step_count_in_the_same_place(heads: tuple[int, int], device
     assert all(torch.equal(out.nan_to_num(), outs[0].nan_to_num()) for out in outs[1:])
 
 
-def test_a_row_has_the_same_bits_beside_so_many_others_that_its_pieces_are_weighed_elsewhere(
-    device: torch.device,
+def test_a_row_has_the_same_bits_whoever_weighs_its_pieces_and_beside_however_many(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the last of them, and with one row more by a kernel behind them."""
-    lengths, dim = [200] + [1] * 64, 32
+    """By the last of them, and by a kernel behind them; beside 63 others and beside 299."""
+    lengths, dim = [200] + [1] * 299, 32
     case = paged_case(lengths, 1, dim, torch.float32, device, written=[n - 1 for n in lengths])
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
     slots = torch.arange(len(lengths), dtype=torch.int32, device=device)
-    sharing = replace(WorkSharing.of(1, dim, torch.float32, 132, len(lengths)), num_resident=100)
+    sharing = replace(WorkSharing.of(1, dim, torch.float32, 132, len(lengths)), num_resident=400)
     torch.manual_seed(3)
     query = torch.randn(len(lengths), 2, dim, device=device)
     new = [torch.randn(len(lengths), 1, dim, device=device) for _ in "kv"]
-    outs = []
-    for count in (64, 65):
-        shares = sharing.share_out(positions[:count])
-        assert int(shares[1, 3]) == 7, "the first row's pieces"
-        out = torch.full_like(query[:count], torch.nan)
-        paged_decode(
-            query[:count], new[0][:count], new[1][:count], case.kv, case.table, slots[:count], positions[:count],
-            shares, sharing.most_pieces(count), sharing.tile_len(count), dim**-0.5, out,
-        )  # fmt: skip
-        assert not out.isnan().any()
-        outs.append(out)
-    assert [stands_alone(count, 2, torch.float32) for count in (64, 65)] == [True, False]
-    assert torch.equal(outs[0], outs[1][:64])
+    outs, behind = [], []
+    weigh = paged_decode_module.weigh_pieces
+    monkeypatch.setattr(paged_decode_module, "weigh_pieces", lambda *given: (behind.append(len(outs)), weigh(*given)))
+    for by_last in (True, False):
+        if not by_last:
+            monkeypatch.setattr(paged_decode_module, "stands_alone", lambda *of_model: False)
+        for count in (64, len(lengths)):
+            shares = sharing.share_out(positions[:count])
+            assert int(shares[1, 3]) == 7, "the first row's pieces"
+            out = torch.full_like(query[:count], torch.nan)
+            paged_decode_module.paged_decode(
+                query[:count], new[0][:count], new[1][:count], case.kv, case.table, slots[:count], positions[:count],
+                shares, sharing.most_pieces(count), sharing.tile_len(count), dim**-0.5, out,
+            )  # fmt: skip
+            assert not out.isnan().any()
+            outs.append(out)
+    assert behind == [2, 3]
+    assert all(torch.equal(out[:64], outs[0]) for out in outs[1:])
+    assert torch.equal(outs[1], outs[3])

@@ -13,7 +13,6 @@ from replicas.cuda import rotated_attention
 from replicas.cuda.rotated_attention import attend_rotated, rotates_in_attention
 from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels import paged_decode
-from replicas.kernels.paged_decode import stands_alone
 from replicas.kernels.rotary_heads import HeadNorms
 from replicas.kernels.work_sharing import WorkSharing
 from replicas.stored_numbers import FP8, as_bits, as_stored
@@ -229,7 +228,6 @@ def test_which_steps_are_rotated_in_attention() -> None:
     assert not rotates_in_attention(Launches(0, 1, 64, 0, 0, ((0, 2048, 1),)), 2048, *of_model)
     assert not rotates_in_attention(rows, 5, 8, torch.bfloat16), "heads"
     assert not rotates_in_attention(rows, 5, 4, FP8)
-    assert [num_rows for num_rows in (1, 64, 65, 256) if stands_alone(num_rows, *of_model)] == [1, 64]
 
 
 def test_many_heads_of_a_key_are_rotated_in_front(device: torch.device, kernels_in_front: list[int]) -> None:
