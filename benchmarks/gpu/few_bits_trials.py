@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
@@ -19,9 +20,10 @@ import torch
 from benchmarks.engine.step_plans import set_up
 from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
-from benchmarks.gpu.quantised_pieces import Piece, Teller
+from benchmarks.gpu.quantised_pieces import Piece
 from benchmarks.gpu.step_model import CONTEXT, make_runner_of
 from benchmarks.gpu.step_times import GREEDY, decode_ms
+from benchmarks.gpu.teller import Figures, tell_on_card
 
 if TYPE_CHECKING:
     from benchmarks.gpu.steps_runner import StepsRunner
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 _REPEATS = 40
 
-Figures = dict[str, Any]
 Change = Callable[[], AbstractContextManager[None]]
 
 
@@ -99,11 +100,7 @@ def measure(trial: Trial, options: argparse.Namespace, tell: Callable[[Figures],
 
 def main() -> None:
     options = piece_options(PIECES, __doc__)
-    tell = Teller()
-    if options.device != "cuda":
-        tell({"skipped": "needs a card"})
-    else:
-        measure(PIECES[options.piece], options, tell)
+    tell_on_card(options.device, partial(measure, PIECES[options.piece], options))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks.gpu.offline_child import STEP_TOKENS, OurEngine, VllmEngine
 from benchmarks.gpu.offline_workload import OfflineEngine, decode_steps, prefills, random_prompts
 from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.shape_folder import make_shape_folder
+from benchmarks.gpu.teller import Figures, Teller, tell_on_card
 
 _MAX_MODEL_LEN = 4096
 # As RedHatAI's *-FP8-dynamic and Qwen's *-AWQ say it.
@@ -46,8 +47,6 @@ _LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 
 _LARGE_STEP_TOKENS, _LARGE_CAPACITY_TOKENS = 2304, 40_000  # beside 75 GB of weights
 # Sizes that are asked for: its other graphs take half a minute of a start.
 _VLLM_GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,31 +163,18 @@ def _vllm_choices(piece: Piece) -> dict[str, Any]:
     return choices
 
 
-class Teller:
-    """Writes all figures so far, a line each time, to what was standard output when it was made; all else that goes
-    there from now on, other processes' too, goes to standard error."""
+def _measure_tiles(tell: Callable[[Figures], None]) -> None:
+    from benchmarks.gpu.product_tiles import product_tiles
 
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-        self.figures: Figures = {}
-
-    def __call__(self, more: Figures) -> None:
-        self.figures |= more
-        print(json.dumps(self.figures), file=self._out, flush=True)
+    product_tiles(tell, _TILES_S)
 
 
 def main() -> None:
     options = piece_options([*PIECES, PRODUCTS], __doc__)
-    tell = Teller()
-    if options.piece != PRODUCTS:
-        run(PIECES[options.piece], options, tell)
-    elif options.device != "cuda":
-        tell({"skipped": "needs a card"})
+    if options.piece == PRODUCTS:
+        tell_on_card(options.device, _measure_tiles)
     else:
-        from benchmarks.gpu.product_tiles import product_tiles
-
-        product_tiles(tell, _TILES_S)
+        run(PIECES[options.piece], options, Teller())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +23,15 @@ import torch
 from benchmarks.engine.step_plans import decode_step
 from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
-from benchmarks.gpu.quantised_pieces import Teller
 from benchmarks.gpu.step_model import CONTEXT, make_runner_of
 from benchmarks.gpu.step_times import GREEDY, decode_ms
+from benchmarks.gpu.teller import Figures, tell_on_card
 
 if TYPE_CHECKING:
     from replicas.model.model_runner import ModelRunner
 
 _NUM_STEPS, _REPEATS, _LONGEST_NAME = 20, 40, 48
 _LEAST_US = 10.0  # of a step: what adds less in all is told together
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +119,7 @@ def measure(name: str, options: argparse.Namespace, tell: Callable[[Figures], No
 
 def main() -> None:
     options = piece_options(PIECES, __doc__)
-    tell = Teller()
-    if options.device != "cuda":
-        tell({"skipped": "needs a card"})
-    else:
-        measure(PIECES[options.piece], options, tell)
+    tell_on_card(options.device, partial(measure, PIECES[options.piece], options))
 
 
 if __name__ == "__main__":
