@@ -64,6 +64,12 @@ ALONE = {
     "vllm-plain": 270.0,
     "vllm-ngram": 295.0,
 }
+_MODULES = {
+    "quantised_pieces": (*QUANTISED, PRODUCTS),
+    "speculative_pieces": SPECULATIVE,
+    "few_bits_trials": TRIALS,
+    "step_kernels": KERNELS,
+}
 _MOST_OF_EXPECTED = 2.5  # times as long as expected: it hangs
 
 
@@ -112,10 +118,7 @@ def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: Ca
 
 def run_child(name: str, options: argparse.Namespace, log: Path, timeout_s: float) -> ChildEnd:
     """A piece's process. Blocks. Whatever it has started ends with it."""
-    module = "quantised_pieces" if name in (*QUANTISED, PRODUCTS) else "card_pieces"
-    module = "speculative_pieces" if name in SPECULATIVE else module
-    module = "few_bits_trials" if name in TRIALS else module
-    module = "step_kernels" if name in KERNELS else module
+    module = next((module for module, names in _MODULES.items() if name in names), "card_pieces")
     command = [sys.executable, "-m", f"benchmarks.gpu.{module}", name, "--shape", str(shape_of(options))]
     command += ["--tokenizer", str(options.tokenizer)]
     command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]

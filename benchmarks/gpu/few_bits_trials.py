@@ -20,7 +20,6 @@ import torch
 from benchmarks.engine.step_plans import set_up
 from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
-from benchmarks.gpu.quantised_pieces import Piece
 from benchmarks.gpu.step_model import CONTEXT, make_runner_of
 from benchmarks.gpu.step_times import GREEDY, decode_ms
 from benchmarks.gpu.teller import Figures, tell_on_card
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.steps_runner import StepsRunner
     from replicas.kernels.skinny_product import ProductTile
 
-_REPEATS = 40
+_BATCHES, _REPEATS = (1, 16, 64), 40
 
 Change = Callable[[], AbstractContextManager[None]]
 
@@ -41,11 +40,6 @@ class Trial:
 
     of: str
     ways: Mapping[str, Change]
-    batches: tuple[int, ...] = (1, 16, 64)
-
-    @property
-    def piece(self) -> Piece:
-        return QUANTISED[self.of]
 
 
 @contextmanager
@@ -93,9 +87,9 @@ def steps_of_ways(
 def measure(trial: Trial, options: argparse.Namespace, tell: Callable[[Figures], None]) -> None:
     """Blocks for a minute."""
     started_s = time.perf_counter()
-    runner = make_runner_of(trial.piece, options, max(trial.batches))
+    runner = make_runner_of(QUANTISED[trial.of], options, max(_BATCHES))
     tell({"start_s": round(time.perf_counter() - started_s, 1)})
-    steps_of_ways(runner, trial.ways, trial.batches, tell)
+    steps_of_ways(runner, trial.ways, _BATCHES, tell)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -69,13 +70,14 @@ def launches_of(runner: ModelRunner, batch: int, folder: Path) -> list[Launch]:
 
 
 def launches_in(events: Iterable[dict[str, Any]]) -> list[Launch]:
-    """Of a trace's events those that are kernels, by start."""
+    """Of a trace's events those that are kernels, by start. Raises RuntimeError if there is none."""
     found = []
     for event in events:
         if event.get("cat") == "kernel":
-            grid = event["args"].get("grid", [1])
-            num_programs = torch.Size(grid).numel()
+            num_programs = math.prod(event["args"]["grid"])
             found.append(Launch(event["name"], num_programs, event["ts"], event["ts"] + event["dur"]))
+    if not found:
+        raise RuntimeError("the profiler saw no kernel: CUPTI is missing, or may not look here")
     return sorted(found, key=lambda launch: launch.start_us)
 
 

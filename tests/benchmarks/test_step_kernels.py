@@ -25,6 +25,11 @@ def test_launches_are_a_traces_kernels_by_start() -> None:
     assert launches_in(events) == [Launch("first", 4, 5.0, 6.5), Launch("second", 12, 7.0, 9.0)]
 
 
+def test_a_trace_without_kernels_is_no_step_of_no_time() -> None:
+    with pytest.raises(RuntimeError, match="the profiler saw no kernel"):
+        launches_in([{"cat": "gpu_memcpy", "name": "a copy", "ts": 0.0, "dur": 50.0, "args": {}}])
+
+
 @pytest.mark.parametrize(
     ("others", "expected"),
     [

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from benchmarks.gpu import few_bits_trials, step_model
 from benchmarks.gpu.campaign_alone import ALONE
 from benchmarks.gpu.few_bits_trials import PIECES, steps_of_ways
+from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
 from benchmarks.gpu.step_model import make_runner
 from benchmarks.gpu.steps_runner import StepsRunner
 from replicas.cuda import quantised_card_linear
@@ -47,7 +48,7 @@ def test_every_way_gives_the_same_logits(
     (tmp_path / "config.json").write_text(json.dumps(config))
     trial = PIECES[name]
     found: dict[str, Any] = {}
-    runner = make_runner(tmp_path, "float16", device, trial.piece, 2)
+    runner = make_runner(tmp_path, "float16", device, QUANTISED[trial.of], 2)
     steps_of_ways(runner, trial.ways, (2,), found.update)
     assert list(found) == [f"{way}, 2 rows" for way in trial.ways]
     assert all(times == 1.5 and difference == 0.0 for times, difference in found.values())

@@ -72,6 +72,30 @@ def test_layers_of_a_step_count_in_the_same_place(heads: tuple[int, int], device
     assert all(torch.equal(out.nan_to_num(), outs[0].nan_to_num()) for out in outs[1:])
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+def test_counting_leaves_alone_what_else_stands_in_shares(num_kv_heads: int, device: torch.device) -> None:
+    """Pieces, and what rows with drafts are, of an earlier step: with as many rows as there may be, all in pieces."""
+    lengths, dim = [300, 200, 260], 32
+    case = paged_case(lengths, num_kv_heads, dim, torch.float32, device, written=[n - 1 for n in lengths])
+    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
+    slots = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    sharing = replace(WorkSharing.of(num_kv_heads, dim, torch.float32, 132, len(lengths), 2), num_resident=12)
+    shares = sharing.share_out(positions, sharing.empty_shares(device).fill_(7))
+    drafting, counts = shares[sharing.rows_at :][:2], shares.view(-1)[-len(lengths) * num_kv_heads :]
+    assert counts.data_ptr() >= drafting[-1].data_ptr() + drafting[-1].nbytes
+    assert (drafting == 7).all()
+    assert not counts.any()
+    assert (shares[1 : len(lengths) + 1, 3] - shares[: len(lengths), 3] > 1).all(), "a row of one piece"
+    before, query = shares.clone(), torch.randn(len(lengths), num_kv_heads, dim, device=device)
+    out = torch.full_like(query, torch.nan)
+    paged_decode(
+        query, query, query, case.kv, case.table, slots, positions, shares, sharing.most_pieces(len(lengths)),
+        sharing.tile_len(len(lengths)), dim**-0.5, out,
+    )  # fmt: skip
+    assert not out.isnan().any()
+    assert torch.equal(shares, before)
+
+
 def test_a_row_has_the_same_bits_whoever_weighs_its_pieces_and_beside_however_many(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
